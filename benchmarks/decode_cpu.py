@@ -21,7 +21,7 @@ from slipstream.engine.generation.runner import Runner, make_step
 from slipstream.engine.generation.schedule import Chunk
 from slipstream.formats import FORMATS
 from slipstream.model.block.paged_cache import BLOCK_SIZE
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.model.weights.packed import weight_of
 
 SMOLLM2_135M: dict[str, Any] = {

@@ -127,6 +127,32 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """What a model computes from its tokens for each layer's third branch (`BlockSpec.inputs`).
+
+    For layer i they are `(norm(project(x) * project_scale) + embed[id] * embed_scale) * scale`, of which the
+    layer gets the i-th piece; x is the token's embedding, the input of the first layer.
+
+    Attributes:
+        embed: Path of the second embedding, `(V, layers * width)`.
+        project: Path of the linear `(layers * width, C)`.
+        norm: Path of the norm, of each piece.
+        width: Width of a piece.
+        embed_scale: See above; rounded to the embedding's dtype.
+        project_scale: See above.
+        scale: See above.
+    """
+
+    embed: str
+    project: str
+    norm: str
+    width: int
+    embed_scale: float
+    project_scale: float
+    scale: float
+
+
+@dataclass(frozen=True)
 class Place:
     """Where one input of a recurrence is in a token's projected row: head h's begins at start + h * step.
 
@@ -225,6 +251,9 @@ class MoE:
         shared_gate: The output of the shared experts is multiplied by the sigmoid of the role `SHARED_GATE`.
         residual: The softmax of that role's two outputs weighs experts and shared experts (arXiv 2201.05596).
         weighs_input: Weights multiply an expert's input rather than its output.
+        beside: Shared and routed experts are two branches, each with norms of its own, whose sum is the
+            feed-forward's output. Router and routed experts read the residual stream, each through its norm.
+        router_scale: Multiplies the normalised input of the router, where `beside`.
         idle: Number of identity experts, numbered after the others, which return their input. The router
             scores them, and `EXPERTS_IN` has rows for them that nothing reads. Only courses know about them.
     """
@@ -247,4 +276,6 @@ class MoE:
     shared_gate: bool = False
     residual: bool = False
     weighs_input: bool = False
+    beside: bool = False
+    router_scale: float = 1.0
     idle: int = 0

@@ -22,6 +22,8 @@ class Role(StrEnum):
     `INPUT_GATE`, `INPUT_OUT` and `INPUT_NORM` belong to the branch that reads the per-layer input;
     `LAYER_SCALE` multiplies the layer's output.
     `ROUTER_BIAS` is added to the experts' scores for the top-k choice only, not to their weights.
+    `ROUTER_NORM`, `EXPERTS_NORM`, `EXPERTS_POST_NORM` and `SHARED_POST_NORM` normalise the inputs and outputs
+    of experts that are a branch beside the shared ones; `EXPERTS_SCALE` multiplies each expert's weight.
     `SECOND_...` are the roles of the second half of a layer that has every branch twice.
     """
 
@@ -59,10 +61,15 @@ class Role(StrEnum):
     LAYER_SCALE = "layer_scale"
     ROUTER = "router"
     ROUTER_BIAS = "router_bias"
+    ROUTER_NORM = "router_norm"
     EXPERTS_IN = "experts_in"
     EXPERTS_OUT = "experts_out"
+    EXPERTS_NORM = "experts_norm"
+    EXPERTS_POST_NORM = "experts_post_norm"
+    EXPERTS_SCALE = "experts_scale"
     SHARED_IN = "shared_in"
     SHARED_OUT = "shared_out"
+    SHARED_POST_NORM = "shared_post_norm"
     SHARED_GATE = "shared_gate"
     SECOND_ATTN_NORM = "second_attn_norm"
     SECOND_Q_DOWN = "second_q_down"

@@ -6,11 +6,11 @@ surrounds the layers). Layers with equal specs are of one kind: they share kerne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from slipstream.branches import Gate, Growth, Latent, MoE, Norm, Place, QKNorm, Recurrence, Rope
+from slipstream.branches import Gate, Growth, Latent, LayerInputs, MoE, Norm, Place, QKNorm, Recurrence, Rope
 from slipstream.role import SECOND, Role
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Gate",
     "Growth",
     "Latent",
+    "LayerInputs",
     "MoE",
     "Norm",
     "Place",
@@ -28,6 +29,7 @@ __all__ = [
     "Recurrence",
     "Role",
     "Rope",
+    "lender_of",
 ]
 
 
@@ -161,7 +163,8 @@ class BlockSpec:
     def cached(self) -> tuple[tuple[int, int], ...]:
         """Heads and width of the two tensors that a KV cache keeps for each token, if the layer has one.
 
-        They are keys and values, or a latent and the one rotated key that all heads share.
+        They are keys and values, or a latent and the one rotated key that all heads share. A layer that
+        borrows reads those of another one.
         """
         if self.recurrence is not None or self.branches == "feed_forward":
             return ()
@@ -237,6 +240,25 @@ class BlockSpec:
         return shapes
 
 
+def lender_of(specs: Sequence[BlockSpec], index: int) -> int:
+    """Return the index of the layer whose keys and values layer `index` uses: its own unless it borrows.
+
+    Raises:
+        ValueError: No layer before it lends keys and values of its attention type.
+    """
+    spec = specs[index]
+    if spec.sharing != "borrows":
+        return index
+    for before in range(index - 1, -1, -1):
+        if specs[before].sharing == "lends" and _kind(specs[before]) == _kind(spec):
+            return before
+    raise ValueError(f"layer {index} borrows keys and values of type {_kind(spec)!r}, which no layer lends")
+
+
+def _kind(spec: BlockSpec) -> str | None:
+    return None if spec.rope is None else spec.rope.layer_type
+
+
 @dataclass(frozen=True)
 class FrameSpec:
     """What surrounds the layers of a causal language model, by the model's own names.
@@ -266,6 +288,11 @@ class FrameSpec:
         logit_scale: Multiplies the logits.
         logit_bias: A buffer `(1, V)` that is added to the logits.
         logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
+        inputs: What is computed from tokens for the layers' third branch, if they have one.
+        placeholder_fields: Fields in the config of a larger model that have ids of tokens which mark places
+            for images or sound, and which that model embeds as `stand_in` where nothing takes their place.
+        placeholders: These ids, once the larger model is known.
+        stand_in: See `placeholder_fields`.
         restart: Length beyond which the original drops its cache and recomputes it during a generation
             (Phi-3's long rope).
     """
@@ -289,6 +316,10 @@ class FrameSpec:
     logit_scale: float = 1.0
     logit_bias: str | None = None
     logit_softcap: float | None = None
+    inputs: LayerInputs | None = None
+    placeholder_fields: tuple[str, ...] = ()
+    placeholders: tuple[int, ...] = ()
+    stand_in: int = 0
     restart: int | None = None
 
     @property

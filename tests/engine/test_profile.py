@@ -10,7 +10,7 @@ import torch
 
 import slipstream
 from slipstream.model.block.block import Block
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from tests.helpers.models import inject, make, prompt
 
 

@@ -21,7 +21,7 @@ from slipstream.formats import FORMATS, rounding_inputs
 from slipstream.kernels.triton import register
 from slipstream.kernels.triton.linear import matrix_of
 from slipstream.kernels.triton.operands import Around
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.ops import OPS
 from slipstream.ops.draw import Warp
 from slipstream.ops.linear import Rounding, Weight, round_rows

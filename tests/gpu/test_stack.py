@@ -20,7 +20,7 @@ from slipstream.engine.generation.schedule import Chunk
 from slipstream.kernels.triton.stack import TritonStack, bind_stack, refuse_block
 from slipstream.kernels.triton.target import interpreted
 from slipstream.model.block.paged_cache import BLOCK_SIZE
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.ops.kv_cache import Int8Cache
 from slipstream.spec import Role
 from tests.gpu.place import DEVICE

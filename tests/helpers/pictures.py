@@ -101,6 +101,37 @@ def _gemma3() -> Any:
     )
 
 
+def _gemma4() -> Any:
+    sizes = {name: PICTURE[name] for name in PICTURE if name != "image_size"}
+    heads = {"num_key_value_heads": 4, "head_dim": 16}
+    sizes["patch_size"] = 4
+    vision = transformers.Gemma4VisionConfig(
+        **sizes, **heads, pooling_kernel_size=2, position_embedding_size=8
+    )
+    text = transformers.Gemma4TextConfig(
+        **{**LANGUAGE, "num_hidden_layers": 4},
+        global_head_dim=32,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=128,
+        num_kv_shared_layers=2,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_bidirectional_attention="vision",
+    )
+    return transformers.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=100,
+        boi_token_id=101,
+        eoi_token_id=102,
+        video_token_id=103,
+        audio_token_id=104,
+        boa_token_id=105,
+        eoa_token_index=106,
+    )
+
+
 def _idefics3() -> Any:
     vision = transformers.Idefics3VisionConfig(**PICTURE)
     text = transformers.LlamaConfig(**LANGUAGE)
@@ -130,6 +161,7 @@ SPEAKING = {
     "Llava": _llava,
     "PaliGemma": _paligemma,
     "Gemma3": _gemma3,
+    "Gemma4": _gemma4,
     "Idefics3": _idefics3,
     "Lfm2Vl": _lfm2_vl,
     "SmolVLM": _smolvlm,
@@ -152,6 +184,11 @@ def speaking_asked(prefix: str) -> dict[str, Tensor]:
     given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
     if prefix in ("Idefics3", "SmolVLM"):
         given["pixel_values"] = pixels[:, None]
+    if prefix == "Gemma4":
+        given["pixel_values"] = pixels.flatten(1).view(2, 4 * _PATCHED, 3 * 4 * 4)
+        places = torch.arange(4 * _PATCHED)
+        given["image_position_ids"] = torch.stack((places % 8, places // 8), dim=-1).expand(2, -1, -1)
+        given["mm_token_type_ids"] = (ids == 100).long()
     if prefix == "Lfm2Vl":
         given["pixel_values"] = pixels.flatten(1).view(2, _PATCHED, 3 * 8 * 8)
         given["pixel_attention_mask"] = torch.ones(2, _PATCHED, dtype=torch.int)

@@ -18,7 +18,7 @@ from slipstream.families import FAMILIES
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.encoder_decoder import NativeEncoderDecoder, bind_encoder_decoder
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.ops.encoder_states import EncoderStates
 from tests.families.sweep import peaked_model
 from tests.helpers.models import inject

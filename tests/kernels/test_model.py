@@ -21,10 +21,11 @@ from slipstream.families import Family, Tiny
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import draw as draws
 from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.frames import refuse_frame
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
-from slipstream.kernels.cpu.model import NativeModel, NativeSession, refuse_frame
+from slipstream.kernels.cpu.model import NativeModel, NativeSession
 from slipstream.kernels.cpu.stack import NativeStack
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.ops.draw import Warp, draw
 from slipstream.ops.noise import Noise, RowNoise
 from slipstream.ops.penalty import Penalty

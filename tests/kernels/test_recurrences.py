@@ -15,9 +15,9 @@ from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.binding import bind_stack
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
-from slipstream.kernels.cpu.stack import bind_stack
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
 from tests.kernels.test_stack import CHUNK, DECODE, MANY, PREFILL, SINGLE, TOLERANCE, Rounds, accepted

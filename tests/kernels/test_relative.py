@@ -15,7 +15,7 @@ from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.block.block import Block
 from slipstream.model.block.layer_call import LayerCall
 from slipstream.model.block.run import run_block
-from slipstream.model.frame.frame import run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.model.fused.chain import by_distance
 from slipstream.ops.step import Packed
 from tests.families.sweep import VARIANTS, peaked_model

@@ -18,7 +18,8 @@ from slipstream.engine.few_tokens import Small
 from slipstream.engine.frames import find_frame, is_part
 from slipstream.engine.generation.encoder_decoder import may_be_whole
 from slipstream.engine.generation.options import prepare_road, together
-from slipstream.engine.generation.runner import Runner, Whole
+from slipstream.engine.generation.protocols import Whole
+from slipstream.engine.generation.runner import Runner
 from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, failing_together, join, place, split_or_pack
 from slipstream.engine.settings import (
@@ -49,9 +50,10 @@ from slipstream.kernels import (
 from slipstream.model.block.block import Block
 from slipstream.model.convert import convert
 from slipstream.model.diffusion.attention import AttendPlan, plan_attention, swap_attention, with_attention
-from slipstream.model.frame.frame import Frame, run_stack
+from slipstream.model.frame.frame import Frame
 from slipstream.model.frame.multihead import lay_out_keys
 from slipstream.model.frame.outer_linears import swap_around
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.model.frame.text_encoder import answer_at_once
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.fused.watch import watch

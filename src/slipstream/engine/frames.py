@@ -178,7 +178,10 @@ def _within(model: nn.Module, spec: FrameSpec, fused: Sequence[Found]) -> tuple[
     for found in fused:
         block = found.spec
         others = () if block is None else (block.latent, block.cross)
-        if block is None or block.sharing != "own" or any(one is not None for one in others):
+        if block is None or any(one is not None for one in others):
             return None, f"{found.name} caches more than its own keys and values"
+    config = getattr(model, "config", None)
+    ids = (getattr(config, name, None) for name in spec.placeholder_fields)
+    spec = replace(spec, placeholders=tuple(one for one in ids if isinstance(one, int)))
     moved = frame_within(spec, _list_of(fused[0]))
     return moved, "" if moved is not None else f"the layers are at an unexpected path, {_list_of(fused[0])}"

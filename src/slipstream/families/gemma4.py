@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from slipstream.families.common import (
     QK_NORMS,
     SANDWICH_RECIPES,
     field,
     layer_type,
+    llama_frame,
     llama_like,
     tiny,
     window,
 )
-from slipstream.families.family import Branches, Config, Family, OwnCourse
-from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role, Rope
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, FrameSpec, LayerInputs, MoE, Norm, QKNorm, Role, Rope
 from slipstream.weights.recipe import First, Stack, Take
 
 __all__ = ["QKV_SHARED", "sharing"]
@@ -30,14 +27,7 @@ QKV_SHARED = First(
 """Recipe for QKV, also if values are the keys, or keys and values come from another layer."""
 
 
-_BESIDE = "experts beside the feed-forward"
-_OWN = (
-    "router.scale",
-    "router.per_expert_scale",
-    "pre_feedforward_layernorm_2",
-    "post_feedforward_layernorm_1",
-    "post_feedforward_layernorm_2",
-)
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
@@ -55,8 +45,15 @@ def _spec(config: Config, index: int) -> BlockSpec:
     width = config.intermediate_size * (2 if config.use_double_wide_mlp and shares == "borrows" else 1)
     changes: dict[str, Any] = {"ffn": width}
     if field(config, "enable_moe_block", default=False):
-        moe = MoE(config.num_experts, config.top_k_experts, shared=width)
-        changes = {"ffn": config.moe_intermediate_size, "moe": moe, "course": _BESIDE}
+        moe = MoE(
+            config.num_experts,
+            config.top_k_experts,
+            normalize=True,
+            shared=width,
+            beside=True,
+            router_scale=config.hidden_size**-0.5,
+        )
+        changes = {"ffn": config.moe_intermediate_size, "moe": moe}
     alike = config.attention_k_eq_v and kind != "sliding_attention" and shares != "borrows"
     return llama_like(
         own,
@@ -76,33 +73,34 @@ def _spec(config: Config, index: int) -> BlockSpec:
     )
 
 
+def _frame(config: Config) -> FrameSpec:
+    width = int(field(config, "hidden_size_per_layer_input", default=0))
+    inputs = LayerInputs(
+        embed="model.embed_tokens_per_layer",
+        project="model.per_layer_model_projection",
+        norm="model.per_layer_projection_norm",
+        width=width,
+        embed_scale=width**0.5,
+        project_scale=config.hidden_size**-0.5,
+        scale=2.0**-0.5,
+    )
+    return llama_frame(
+        config,
+        embed_scale=config.hidden_size**0.5,
+        embed_scale_rounded=True,
+        logit_softcap=config.final_logit_softcapping,
+        inputs=inputs if width else None,
+        placeholder_fields=_PLACEHOLDERS,
+        stand_in=config.pad_token_id or 0,
+    )
+
+
+def _unified_frame(config: Config) -> FrameSpec:
+    return replace(_frame(config), inputs=None)
+
+
 def _unified(config: Config, index: int) -> BlockSpec:
     return replace(_spec(config, index), inputs=0)
-
-
-def _chosen(heads: Branches, router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights and ids of the experts for rows `(N, C)`; weights include the expert's own factor."""
-    scores = heads.linear(Role.ROUTER, router.norm(rows) * router.scale * router.scalar_root_size)
-    weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(router.config.top_k_experts, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) * router.per_expert_scale[chosen], chosen
-
-
-def _beside(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    x = x + heads.norm(Role.ATTN_POST_NORM, heads.attend(heads.norm(Role.ATTN_NORM, x)))
-    gate, up = heads.linear(Role.SHARED_IN, heads.norm(Role.MLP_NORM, x)).chunk(2, dim=-1)
-    dense = heads.linear(Role.SHARED_OUT, layer.mlp.act_fn(gate) * up)
-    # Both the router and the experts read the branch's input.
-    rows = x.flatten(0, 1)
-    mixed = heads.mix(layer.pre_feedforward_layernorm_2(rows), _chosen(heads, layer.router, rows)).view(
-        x.shape
-    )
-    both = layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(mixed.view(x.shape))
-    x = x + heads.norm(Role.MLP_POST_NORM, both)
-    if heads.spec.inputs:
-        own = layer.act_fn(heads.linear(Role.INPUT_GATE, x)) * given["per_layer_input"]
-        x = x + heads.norm(Role.INPUT_NORM, heads.linear(Role.INPUT_OUT, own))
-    out: Tensor = x * layer.layer_scalar
-    return out
 
 
 def _refuse(config: Config) -> str | None:
@@ -132,12 +130,13 @@ _EXPERTS: dict[str, Any] = {
 }
 
 
-def _family(name: str, prefix: str, spec: Any, *, experts: bool) -> Family:
+def _family(name: str, prefix: str, spec: Any, frame: Any, *, experts: bool) -> Family:
     built = f"{prefix}ForCausalLM", f"{prefix}TextConfig"
     return Family(
         name=name,
         layers=(f"{prefix}TextDecoderLayer",),
         spec=spec,
+        frame=frame,
         recipes={
             **SANDWICH_RECIPES,
             **QK_NORMS,
@@ -151,8 +150,12 @@ def _family(name: str, prefix: str, spec: Any, *, experts: bool) -> Family:
             Role.SHARED_OUT: SANDWICH_RECIPES[Role.MLP_OUT],
             Role.EXPERTS_IN: Take("experts.gate_up_proj"),
             Role.EXPERTS_OUT: Take("experts.down_proj"),
+            Role.ROUTER_NORM: Take("router.scale"),
+            Role.EXPERTS_SCALE: Take("router.per_expert_scale"),
+            Role.EXPERTS_NORM: Take("pre_feedforward_layernorm_2"),
+            Role.EXPERTS_POST_NORM: Take("post_feedforward_layernorm_2"),
+            Role.SHARED_POST_NORM: Take("post_feedforward_layernorm_1"),
         },
-        courses={_BESIDE: OwnCourse(_beside, _OWN, frozenset({"per_layer_input"}))},
         refuse=_refuse,
         tiny=(
             tiny(*built, label="shared", num_kv_shared_layers=2, use_double_wide_mlp=True, **_TINY),
@@ -164,6 +167,6 @@ def _family(name: str, prefix: str, spec: Any, *, experts: bool) -> Family:
 
 
 FAMILIES = (
-    _family("gemma4_text", "Gemma4", _spec, experts=True),
-    _family("gemma4_unified_text", "Gemma4Unified", _unified, experts=False),
+    _family("gemma4_text", "Gemma4", _spec, _frame, experts=True),
+    _family("gemma4_unified_text", "Gemma4Unified", _unified, _unified_frame, experts=False),
 )

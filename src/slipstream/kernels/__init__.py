@@ -10,6 +10,8 @@ import torch
 
 from slipstream.devices import Device
 from slipstream.kernels import cpu
+from slipstream.kernels.cpu.binding import bind_encoder as bind_cpu_encoder
+from slipstream.kernels.cpu.binding import bind_stack as bind_cpu_stack
 from slipstream.kernels.cpu.encoder_decoder import NativeEncoderDecoder
 from slipstream.kernels.cpu.encoder_decoder import bind_encoder_decoder as bind_cpu_encoder_decoder
 from slipstream.kernels.cpu.library import load, refuse, torch_alone
@@ -17,8 +19,6 @@ from slipstream.kernels.cpu.memory import PASSES
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into
 from slipstream.kernels.cpu.stack import NativeStack
-from slipstream.kernels.cpu.stack import bind_encoder as bind_cpu_encoder
-from slipstream.kernels.cpu.stack import bind_stack as bind_cpu_stack
 from slipstream.ops.bind import Bound, Kernel
 
 __all__ = [

@@ -14,7 +14,8 @@ from torch import Tensor
 from slipstream.engine.generation.decode import Decode
 from slipstream.engine.generation.fork import followed, forked
 from slipstream.engine.generation.multimodal import Begun, last_tokens
-from slipstream.engine.generation.runner import OnTokens, Runner, make_step
+from slipstream.engine.generation.protocols import OnTokens
+from slipstream.engine.generation.runner import Runner, make_step
 from slipstream.engine.generation.schedule import Chunk, Schedule
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache, slots_of
 from slipstream.ops.draw import Warp
@@ -351,11 +352,13 @@ class Batch:
         seen = self._length - self._schedule.is_behind
         dtype = self._dtype
         for index, pair in enumerate(self._cache.layers):
+            spec = self._runner.blocks[index].spec
+            if spec.sharing == "borrows":  # transformers' cache has no such layers
+                continue
             parts = [
                 torch.stack([self._row(row, part, seen, dtype) for row in range(len(self._padding))])
                 for part in pair
             ]
-            spec = self._runner.blocks[index].spec
             if spec.cache_repeated:
                 parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]
             cache.update(parts[0], parts[1], index)

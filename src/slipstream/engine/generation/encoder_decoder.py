@@ -13,7 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from slipstream.engine.generation.runner import Runner, Whole
+from slipstream.engine.generation.protocols import Whole
+from slipstream.engine.generation.runner import Runner
 from slipstream.model.block.block import Block, CrossAttend, Mix, RopeTable
 from slipstream.model.block.cross import Relative, add_bias, own_heads, relative_of
 from slipstream.model.frame.frame import Frame

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from slipstream.devices import Device
 from slipstream.engine.generation.prompt_graph import CapturedPrompt, rows_of, static_prompt
-from slipstream.engine.generation.runner import OnTokens, Runner
+from slipstream.engine.generation.protocols import OnTokens
+from slipstream.engine.generation.runner import Runner
 from slipstream.engine.generation.static_angles import StaticAngles
 from slipstream.engine.generation.static_step import MOST_AHEAD, blocks_of, least_blocks, static_step
 from slipstream.errors import DeviceError

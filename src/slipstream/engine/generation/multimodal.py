@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.frames import text_config
 from slipstream.engine.generation.runner import Runner
-from slipstream.spec import Recurrence
+from slipstream.spec import Recurrence, lender_of
 
 __all__ = ["Begun", "begin", "last_tokens"]
 
@@ -110,10 +110,19 @@ def _places(positions: Tensor, rows: int) -> list[int] | None:
 
 def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor, Tensor]] | None:
     """Return each layer's keys and values; None if the cache has others, or fewer than a layer attends to."""
-    if len(cache.layers) != len(runner.blocks):
+    specs = [block.spec for block in runner.blocks]
+    own = [index for index, spec in enumerate(specs) if spec.sharing != "borrows"]
+    # Versions of transformers differ in whether layers that borrow have a place in the cache, an empty one.
+    places = own if len(cache.layers) == len(specs) else range(len(own))
+    if len(cache.layers) not in (len(specs), len(own)):
         return None
-    pairs = []
-    for block, layer in zip(runner.blocks, cache.layers, strict=True):
+    layers = {index: cache.layers[place] for index, place in zip(own, places, strict=True)}
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for index, block in enumerate(runner.blocks):
+        if index not in layers:
+            pairs.append(pairs[lender_of(specs, index)])
+            continue
+        layer = layers[index]
         if block.spec.recurrence is not None:
             states = _states(layer, block.spec.recurrence, prompt[0])
             if states is None:

@@ -7,90 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from slipstream.engine.generation.protocols import (
+    Draws,
+    OnTokens,
+    Penalises,
+    Stack,
+    Suppresses,
+    Whole,
+    WholeSession,
+)
 from slipstream.engine.generation.schedule import Chunk
 from slipstream.model.block.block import Block, RopeTable
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
-from slipstream.model.frame.frame import Frame, run_stack
-from slipstream.ops.kv_cache import CachePart
+from slipstream.model.frame.frame import Frame
+from slipstream.model.frame.run_stack import piece_of, run_stack
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
-__all__ = ["Runner", "Session", "Stack", "OnTokens", "make_step"]
-
-Stack = Callable[
-    [Sequence[Block], Tensor, Step, Sequence[tuple[CachePart, CachePart]], dict[Rope, RopeTable]], Tensor
-]
-"""Runs consecutive layers; `run_stack` is the reference implementation."""
-
+__all__ = ["Runner", "Session", "make_step"]
 
 Angles = Callable[[Tensor, Sequence[Rope | None]], dict[Rope, RopeTable]]
 """The signature of `Frame.angles`."""
-
-
-OnTokens = Callable[[Tensor], None]
-"""Receives the tokens `(R,)` of a step while later steps run."""
-
-
-class WholeSession(Protocol):
-    """Runs each step of one generation as a single call; returns None for a step that it does not support."""
-
-    def logits(self, step: Step) -> Tensor | None: ...  # noqa: D102
-    def best(  # noqa: D102
-        self, step: Step, steps: int, ends: Sequence[int], on_tokens: OnTokens | None
-    ) -> Tensor | None: ...
-
-
-@runtime_checkable
-class Draws(Protocol):
-    """A whole-step session that can also sample tokens within the step."""
-
-    def drawn(  # noqa: D102
-        self,
-        step: Step,
-        numbers: Tensor,
-        noise: RowNoise,
-        steps: int,
-        ends: Sequence[int],
-        on_tokens: OnTokens | None,
-    ) -> Tensor | None: ...
-
-
-@runtime_checkable
-class Penalises(Protocol):
-    """A whole-step session that can also apply a repetition penalty within the step."""
-
-    def penalised(  # noqa: D102
-        self,
-        step: Step,
-        penalty: RowPenalty,
-        numbers: Tensor,
-        noise: RowNoise | None,
-        steps: int,
-        ends: Sequence[int],
-        on_tokens: OnTokens | None,
-    ) -> Tensor | None: ...
-
-
-@runtime_checkable
-class Suppresses(Protocol):
-    """A whole-step session that can also exclude some tokens from being chosen."""
-
-    def suppress(self, tokens: Tensor | None) -> None: ...  # noqa: D102
-
-
-class Whole(Protocol):
-    """Runs whole steps; `begin` returns None if it cannot run the steps of this generation."""
-
-    def begin(  # noqa: D102
-        self, caches: Sequence[tuple[CachePart, CachePart]], longest: int
-    ) -> WholeSession | None: ...
 
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -149,12 +92,15 @@ class Runner:
             ropes = [block.spec.rope for block in self.blocks]
             tables = (angles or self.frame.angles)(step.positions, ropes)
             x = self.frame.enter(step.token_ids, step.positions)
+            inputs = self.frame.layer_inputs(step.token_ids, x)
             if self.timer is no_timer:
-                x = self.stack(self.blocks, x, step, cache.layers, tables)
+                x = self.stack(self.blocks, x, step, cache.layers, tables, inputs)
             else:
-                for name, block, pair in zip(self.names, self.blocks, cache.layers, strict=True):
+                for index, (name, block, pair) in enumerate(
+                    zip(self.names, self.blocks, cache.layers, strict=True)
+                ):
                     with self.timer(name):
-                        x = self.stack([block], x, step, [pair], tables)
+                        x = self.stack([block], x, step, [pair], tables, piece_of(inputs, index))
             all_of_them = step.logit_rows.shape[0] == x.shape[0]
             return self.frame.leave(x if all_of_them else x[step.logit_rows])
 

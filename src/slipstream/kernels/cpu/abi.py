@@ -22,6 +22,7 @@ __all__ = [
     "BRANCHES",
     "INT8_CODES",
     "GATES",
+    "KEYS_VALUES",
     "SCORINGS",
     "Across",
     "AttentionCall",
@@ -30,8 +31,8 @@ __all__ = [
     "Cache",
     "ExpertsCall",
     "FeedCall",
+    "Inputs",
     "LinearCall",
-    "Lookup",
     "Mask",
     "Matrix",
     "Moe",
@@ -45,13 +46,12 @@ __all__ = [
     "Step",
     "Strided",
     "Table",
-    "TextCall",
     "Fields",
     "address",
     "each",
 ]
 
-ABI = 26
+ABI = 27
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -76,6 +76,9 @@ FORMATS = {
 
 CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
 """Indices of the planes of a packed matrix."""
+
+KEYS_VALUES = {"own": 0, "keys": 1, "borrows": 2}
+"""The library's numbers of where a block's keys and values come from."""
 
 BRANCHES = {"both": 0, "attention": 1, "feed_forward": 2}
 SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2, "sigmoid": 3, "topk_sigmoid": 4}
@@ -148,9 +151,10 @@ class Moe(ctypes.Structure):
     _fields_: ClassVar[Fields] = [
         *each(c_void_p, "experts_in experts_out"),
         *each(c_int64, "experts top_k shared groups top_groups"),
-        ("choice", c_void_p),
-        *each(c_float, "jitter more_sum least_sum factor"),
-        *each(c_int32, "scoring normalize sums_two choice_dtype weighs_input unused"),
+        *each(c_void_p, "choice expert_scale"),
+        *each(c_float, "jitter more_sum least_sum factor router_scale"),
+        *each(c_int32, "scoring normalize sums_two choice_dtype expert_scale_dtype weighs_input beside"),
+        *each(Norm, "router_norm entry_norm shared_norm norm"),
         *each(Matrix, "router shared_in shared_out shared_gate"),
     ]
 
@@ -210,6 +214,12 @@ class Recurrence(ctypes.Structure):
     ]
 
 
+class Inputs(ctypes.Structure):
+    """A block's third branch, whose gate is opened by an input of its own for each token."""
+
+    _fields_: ClassVar[Fields] = [("width", c_int64), *each(Matrix, "gate out"), ("norm", Norm)]
+
+
 class Block(ctypes.Structure):
     """One transformer block."""
 
@@ -218,15 +228,16 @@ class Block(ctypes.Structure):
         *each(c_int32, "post parallel residual_from_norm gated"),
         *each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
         *each(c_float, "residual_scale clip"),
-        *each(c_int32, "causal gate gates_heads branches unused"),
+        *each(c_int32, "causal gate gates_heads branches keys_values"),
         ("mask", Mask),
-        *each(Scale, "attn_scale mlp_scale"),
-        *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
+        *each(Scale, "attn_scale mlp_scale layer_scale"),
+        *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm v_norm"),
         *each(Matrix, "qkv attn_out mlp_in mlp_out"),
         ("moe", POINTER(Moe)),
         ("across", POINTER(Across)),
         ("latent", POINTER(Latent)),
         ("recurrence", POINTER(Recurrence)),
+        ("inputs", POINTER(Inputs)),
     ]
 
 
@@ -351,35 +362,11 @@ class StackCall(ctypes.Structure):
         ("caches", POINTER(Cache)),
         ("tables", POINTER(Table)),
         ("num_tables", c_int64),
-        ("positions", c_void_p),
+        *each(c_void_p, "positions inputs"),
+        ("inputs_stride", c_int64),
         *each(c_int32, "dtype cache_dtype"),
         ("step", Step),
         *each(c_void_p, "turn failed"),
-    ]
-
-
-class Lookup(ctypes.Structure):
-    """An embedding table and the row of each token in it."""
-
-    _fields_: ClassVar[Fields] = [
-        ("table", c_void_p),
-        ("rows", c_int64),
-        ("at", c_void_p),
-        *each(c_int64, "first period"),
-        *each(c_int32, "dtype unused"),
-    ]
-
-
-class TextCall(ctypes.Structure):
-    """Arguments of `slipstream_text`."""
-
-    _fields_: ClassVar[Fields] = [
-        ("stack", StackCall),
-        ("lookups", Lookup * 3),
-        ("width", c_int64),
-        ("norm", Norm),
-        *each(Matrix, "project_in pooler"),
-        *each(c_void_p, "pooled_tokens pooled"),
     ]
 
 

@@ -39,10 +39,13 @@ class Frame(ctypes.Structure):
     _fields_: ClassVar[Fields] = [
         ("pos_embed", c_void_p),
         *each(c_int64, "pos_rows pos_offset pos_padding"),
+        ("placeholders", c_void_p),
+        *each(c_int64, "num_placeholders stand_in"),
         *each(c_float, "embed_scale logit_scale softcap"),
-        *each(c_int32, "pos_dtype pos_after_norm unused"),
-        *each(Norm, "embed_norm final_norm"),
-        *each(Matrix, "embed project_in project_out head"),
+        *each(c_int32, "pos_dtype pos_after_norm"),
+        *each(c_float, "inputs_embed_scale inputs_project_scale inputs_scale"),
+        *each(Norm, "embed_norm final_norm inputs_norm"),
+        *each(Matrix, "embed project_in project_out head inputs_embed inputs_project"),
     ]
 
 

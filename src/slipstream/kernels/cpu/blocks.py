@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import BRANCHES, DTYPES, GATES, SCORINGS, address
-from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.abi import BRANCHES, DTYPES, GATES, KEYS_VALUES, address
+from slipstream.kernels.cpu.matrix import kept_matrix, matrix_of
+from slipstream.kernels.cpu.mixture import mixture_of
+from slipstream.kernels.cpu.norm import norm_of
 from slipstream.kernels.cpu.paged_attention import mask_of
 from slipstream.kernels.cpu.recurrence import (
     describe_recurrence,
@@ -20,29 +22,19 @@ from slipstream.kernels.cpu.recurrence import (
 )
 from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
 from slipstream.ops.activation import KINDS
-from slipstream.ops.linear import Weight
 from slipstream.ops.recurrence import RecurrentLike
-from slipstream.spec import Latent, MoE, Norm, Role, Rope
+from slipstream.spec import BlockSpec, Latent, Role, Rope
 
 __all__ = [
     "Prepared",
     "across_of",
     "biased",
-    "norm_of",
     "prepare",
     "refuse_block",
     "refuse_vector",
-    "routing_of",
 ]
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
-_SHARED = {
-    Role.ROUTER: "router",
-    Role.SHARED_IN: "shared_in",
-    Role.SHARED_OUT: "shared_out",
-    Role.SHARED_GATE: "shared_gate",
-}
-_EXPERTS = {Role.EXPERTS_IN: "experts_in", Role.EXPERTS_OUT: "experts_out"}
 _NORMS = {
     Role.ATTN_NORM: "attn_norm",
     Role.ATTN_POST_NORM: "attn_post_norm",
@@ -50,15 +42,24 @@ _NORMS = {
     Role.MLP_POST_NORM: "mlp_post_norm",
 }
 _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
-_SCALES = {Role.ATTN_SCALE: "attn_scale", Role.MLP_SCALE: "mlp_scale"}
-_OF_OTHER_WIDTHS = {*_QK_NORMS, Role.SINKS, Role.ROUTER_BIAS, Role.Q_DOWN_NORM, Role.KV_DOWN_NORM}
+_SCALES = {
+    Role.ATTN_SCALE: "attn_scale",
+    Role.MLP_SCALE: "mlp_scale",
+    Role.LAYER_SCALE: "layer_scale",
+}
+_OF_OTHER_WIDTHS = {
+    *_QK_NORMS,
+    Role.SINKS,
+    Role.ROUTER_BIAS,
+    Role.EXPERTS_SCALE,
+    Role.Q_DOWN_NORM,
+    Role.KV_DOWN_NORM,
+    Role.LAYER_SCALE,
+}
 """Vectors whose width is not that of the residual stream."""
 
 _MOST_APART = 512
 """Rotated dims of latent attention whose pairs the library can put apart."""
-
-_RANKED_BY_CHOICE = ("softmax_topk", "sigmoid", "topk_sigmoid")
-"""Scorings to which a bias that only chooses is added."""
 
 _UNKNOWN = (
     "carry",
@@ -66,11 +67,7 @@ _UNKNOWN = (
     "feeder",
     "growth",
     "inner_norms",
-    "inputs",
-    "sharing",
     "twice",
-    "value_norm",
-    "values",
 )
 """Fields of a spec that the library supports only at their default."""
 
@@ -109,13 +106,19 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         return reason
     if spec.latent is not None and (reason := _refuse_latent(block)):
         return reason
+    if (reason := _refuse_keys_values(spec)) is not None:
+        return reason
     if spec.moe is not None and (spec.moe.residual or spec.moe.idle):
         return (
             "experts that share their weight with shared ones, or that return their input, are not supported"
         )
     for role, vector in block.weights.vectors.items():
-        if role in (Role.LAYER_SCALE, Role.ACTIVATION):
+        if role == Role.ACTIVATION:
             return f"{role}: it is not supported"
+        if role == Role.LAYER_SCALE and _numbers(vector) != 1:
+            return f"{role}: only one number is supported"
+        if role == Role.EXPERTS_SCALE and (spec.moe is None or _numbers(vector) != spec.moe.experts):
+            return f"{role}: {_numbers(vector)} numbers do not fit the experts"
         reason = refuse_vector(vector, None if role in _OF_OTHER_WIDTHS else {spec.hidden})
         if reason is not None:
             return f"{role}: {reason}"
@@ -139,6 +142,20 @@ def _refuse_latent(block: BlockLike) -> str | None:
         return "latent attention whose values are wider than its keys is not supported"
     if latent.interleaved and (latent.rope_dim % 2 or latent.rope_dim > _MOST_APART):
         return f"{latent.rope_dim} rotated dims, which are put apart, are more than {_MOST_APART} or odd"
+    return None
+
+
+def _numbers(vector: VectorLike) -> int:
+    return 0 if vector.weight is None else vector.weight.numel()
+
+
+def _refuse_keys_values(spec: BlockSpec) -> str | None:
+    """Return why the library cannot run a block with such keys and values, or such inputs, or None."""
+    plain = spec.values == "own" and spec.sharing != "borrows" and not spec.value_norm
+    if not plain and (spec.latent is not None or spec.clip_qkv is not None or spec.mixer is not None):
+        return "shared or normalised values of latents, of mixers, or with clipping are not supported"
+    if spec.inputs and (spec.place == "post" or spec.parallel or spec.activation == "swiglu_oai"):
+        return "per-layer inputs of post-norm or parallel layers are not supported"
     return None
 
 
@@ -258,15 +275,21 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
     )
     for role, name in _MATRICES.items():
         if role in block.weights.matrices:
-            setattr(struct, name, _matrix(block.weights.matrices[role], memory))
+            setattr(struct, name, kept_matrix(block.weights.matrices[role], memory))
     if spec.recurrence is not None and block.part is not None:
         describe_recurrence(block.part, struct, memory)
         struct.gate, struct.clip, struct.table = 0, 0.0, -1
+    keys_values = "borrows" if spec.sharing == "borrows" else spec.values
+    struct.keys_values = KEYS_VALUES[keys_values]
+    if spec.value_norm and keys_values != "borrows":
+        struct.v_norm = abi.Norm(eps=spec.norm.eps, kind=1)
+    if spec.inputs:
+        struct.inputs = ctypes.pointer(_inputs(block, memory))
     if spec.latent is not None:
-        struct.qkv = _matrix(block.weights.matrices[Role.Q_UP], memory)
+        struct.qkv = kept_matrix(block.weights.matrices[Role.Q_UP], memory)
         struct.latent = ctypes.pointer(_latent(spec.latent, block, memory))
     if spec.moe is not None and spec.branches != "attention":
-        struct.moe = ctypes.pointer(_moe(spec.moe, block, memory))
+        struct.moe = ctypes.pointer(mixture_of(spec.moe, block, memory))
     for role, name in _SCALES.items():
         vector = vectors.get(role)
         if vector is not None and vector.weight is not None:
@@ -294,10 +317,22 @@ def across_of(block: BlockLike, memory: list[Any]) -> abi.Across:
     return abi.Across(
         norm=norm_of(vectors.get(Role.CROSS_NORM), spec.norm),
         post_norm=norm_of(vectors.get(Role.CROSS_POST_NORM), spec.norm),
-        q=_matrix(matrices[Role.CROSS_Q], memory),
-        out=_matrix(matrices[Role.CROSS_OUT], memory),
+        q=kept_matrix(matrices[Role.CROSS_Q], memory),
+        out=kept_matrix(matrices[Role.CROSS_OUT], memory),
         mask=abi.Mask(scale=spec.scale, softcap=spec.softcap or 0.0),
     )
+
+
+def _inputs(block: BlockLike, memory: list[Any]) -> abi.Inputs:
+    matrices, vectors = block.weights.matrices, block.weights.vectors
+    struct = abi.Inputs(
+        width=block.spec.inputs,
+        gate=kept_matrix(matrices[Role.INPUT_GATE], memory),
+        out=kept_matrix(matrices[Role.INPUT_OUT], memory),
+        norm=norm_of(vectors.get(Role.INPUT_NORM), block.spec.norm),
+    )
+    memory.append(struct)
+    return struct
 
 
 def _latent(latent: Latent, block: BlockLike, memory: list[Any]) -> abi.Latent:
@@ -312,85 +347,18 @@ def _latent(latent: Latent, block: BlockLike, memory: list[Any]) -> abi.Latent:
         apart=int(latent.interleaved),
         query_norm=norm_of(vectors.get(Role.Q_DOWN_NORM), latent.norm),
         norm=norm_of(vectors.get(Role.KV_DOWN_NORM), latent.norm),
-        down=_matrix(matrices[Role.KV_DOWN], memory),
-        up=_matrix(matrices[Role.KV_UP], memory),
+        down=kept_matrix(matrices[Role.KV_DOWN], memory),
+        up=kept_matrix(matrices[Role.KV_UP], memory),
     )
     if latent.query_rank is not None:
-        struct.query_down = _matrix(matrices[Role.Q_DOWN], memory)
+        struct.query_down = kept_matrix(matrices[Role.Q_DOWN], memory)
     up = matrices[Role.KV_UP]
     both = up.planes[0].unflatten(0, (-1, latent.plain_dim + latent.value_dim))
     keys, values = both.split((latent.plain_dim, latent.value_dim), dim=1)
     for name, heads in (("keys", keys.mT), ("values", values)):
         shape = tuple(heads.shape[1:])
-        each = (_matrix(replace(up, shape=shape, planes=(head,)), memory) for head in heads.unbind(0))
+        each = (kept_matrix(replace(up, shape=shape, planes=(head,)), memory) for head in heads.unbind(0))
         memory.append((abi.Matrix * len(heads))(*each))
         setattr(struct, name, ctypes.addressof(memory[-1]))
     memory.append(struct)
     return struct
-
-
-def _moe(moe: MoE, block: BlockLike, memory: list[Any]) -> abi.Moe:
-    matrices, bias = block.weights.matrices, block.weights.vectors.get(Role.ROUTER_BIAS)
-    struct = routing_of(moe, None if bias is None else bias.weight)
-    struct.shared = moe.shared
-    for role, name in _SHARED.items():
-        if role in matrices:
-            setattr(struct, name, _matrix(matrices[role], memory))
-    for role, name in _EXPERTS.items():
-        each = (_matrix(matrices[role], memory, expert) for expert in range(moe.experts))
-        memory.append((abi.Matrix * moe.experts)(*each))
-        setattr(struct, name, ctypes.addressof(memory[-1]))
-    memory.append(struct)
-    return struct
-
-
-def routing_of(moe: MoE, choice: Tensor | None) -> abi.Moe:
-    """Describe to the library how experts are chosen, without their matrices.
-
-    Args:
-        moe: Scoring and what follows it.
-        choice: `(E,)`, what is added to the scores only to choose the experts; must be kept alive.
-    """
-    ranks_by_choice = choice is not None and moe.scoring in _RANKED_BY_CHOICE
-    return abi.Moe(
-        experts=moe.experts,
-        top_k=moe.top_k,
-        groups=moe.groups,
-        top_groups=moe.top_groups,
-        choice=address(choice) if ranks_by_choice else None,
-        choice_dtype=DTYPES[choice.dtype] if choice is not None and ranks_by_choice else 0,
-        jitter=moe.jitter,
-        more_sum=moe.more_sum,
-        least_sum=moe.least_sum,
-        factor=moe.factor,
-        scoring=SCORINGS[moe.scoring],
-        normalize=int(moe.normalize),
-        sums_two=int(moe.group_score == "top2"),
-        weighs_input=int(moe.weighs_input),
-    )
-
-
-def _matrix(weight: Weight, memory: list[Any], expert: int | None = None) -> abi.Matrix:
-    matrix = matrix_of(weight, expert)
-    if isinstance(matrix, str):
-        raise AssertionError("a block is described only once refuse_block has accepted it")
-    memory.append(matrix.memory)
-    return matrix
-
-
-def norm_of(vector: VectorLike | None, norm: Norm) -> abi.Norm:
-    """Describe a norm to the library; its tensors must be kept alive."""
-    if vector is None:
-        return abi.Norm()
-    weight, bias = vector.weight, vector.bias
-    present = weight if weight is not None else bias
-    return abi.Norm(
-        weight=address(weight),
-        bias=address(bias),
-        count=0 if present is None else present.numel(),
-        eps=norm.eps,
-        offset=norm.offset,
-        kind=1 if norm.kind == "rms" else 2,
-        weight_dtype=0 if weight is None else DTYPES[weight.dtype],
-        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
-    )

@@ -6,6 +6,7 @@ Shapes: I input width, O output width.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from slipstream.kernels.cpu.abi import (
 )
 from slipstream.ops.linear import Weight
 
-__all__ = ["matrix_of"]
+__all__ = ["kept_matrix", "matrix_of"]
 
 _BF13_BLOCK = 64
 """Inputs per block in the planes of bf13."""
@@ -109,3 +110,18 @@ def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
         matrix.planes[place] = address(plane)
         matrix.plane_bytes[place] = plane.nbytes
     return None
+
+
+def kept_matrix(weight: Weight, memory: list[Any], expert: int | None = None) -> Matrix:
+    """Describe a matrix that `matrix_of` accepts, and keep what the struct points to.
+
+    Args:
+        weight: The matrix; its tensors must be kept alive.
+        memory: Receives the objects, other than tensors, that the struct points to.
+        expert: Index of the expert, for the matrices of several experts.
+    """
+    matrix = matrix_of(weight, expert)
+    if isinstance(matrix, str):
+        raise AssertionError(f"a matrix is described only once it was accepted: {matrix}")
+    memory.append(matrix.memory)
+    return matrix

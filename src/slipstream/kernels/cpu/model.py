@@ -7,80 +7,33 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi, abi_model
-from slipstream.kernels.cpu.abi import DTYPES, address
-from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
-from slipstream.kernels.cpu.blocks import Prepared, norm_of, refuse_vector
+from slipstream.kernels.cpu.abi import address
+from slipstream.kernels.cpu.angles import KeptAngles
+from slipstream.kernels.cpu.blocks import Prepared
 from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.draw import Drawing, check
+from slipstream.kernels.cpu.frames import FrameLike, refuse_frame, struct_of_frame
 from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import rest_torch
-from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import serves
 from slipstream.kernels.cpu.progress import reporting
 from slipstream.kernels.cpu.screen import Screens
 from slipstream.kernels.cpu.sketch import SketchFormat
 from slipstream.kernels.cpu.stack import NativeStack
-from slipstream.kernels.requirements import VectorLike
-from slipstream.ops.linear import Weight
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
-from slipstream.spec import FrameSpec
 
-__all__ = ["NativeModel", "NativeSession", "bind_model", "refuse_frame"]
-
-
-class FrameLike(AngleSource, Protocol):
-    """The part of `model.frame.Frame` that is used here; this package cannot import it."""
-
-    spec: FrameSpec
-
-    @property
-    def angles_share_a_length(self) -> bool: ...  # noqa: D102
-    @property
-    def embed_factor(self) -> float: ...  # noqa: D102
-    @property
-    def pos_table(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def logit_bias(self) -> Tensor | None: ...  # noqa: D102
-    def matrices(self) -> Mapping[str, Weight]: ...  # noqa: D102
-    def norms(self) -> Mapping[str, VectorLike]: ...  # noqa: D102
-
-
-def refuse_frame(frame: FrameLike) -> str | None:
-    """Return why the library cannot run a frame (all that surrounds the blocks), or None if it can."""
-    matrices, table = frame.matrices(), frame.pos_table
-    for name, weight in matrices.items():
-        if weight.beside is not None:
-            return f"{name}: an unmerged adapter is not supported"
-        matrix = matrix_of(weight)
-        if isinstance(matrix, str):
-            return f"{name}: {matrix}"
-    embed = matrices["embed"]
-    if embed.format == "plain" and not embed.planes[0].is_contiguous():
-        return f"embed: a table with strides {embed.planes[0].stride()} is not supported"
-    bias, head = frame.logit_bias, matrices["head"]
-    if bias is not None and (
-        head.bias is not None or frame.spec.logit_scale != 1.0 or bias.numel() != head.shape[0]
-    ):
-        return "a logit bias together with a head bias or a logit multiplier is not supported"
-    widths = {width for weight in matrices.values() for width in weight.shape}
-    for name, vector in frame.norms().items():
-        if (reason := refuse_vector(vector, widths)) is not None:
-            return f"{name}: {reason}"
-    for tensor in (table, bias):
-        if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
-            return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not supported"
-    return None
+__all__ = ["NativeModel", "NativeSession", "bind_model"]
 
 
 def bind_model(frame: FrameLike, stack: Any, sketch: SketchFormat | None = None) -> NativeModel | None:
@@ -138,25 +91,9 @@ class NativeSession:
         frame, matrices, norms = model.frame, model.frame.matrices(), model.frame.norms()
         self._frame, self._stack, self._prepared, self._longest = frame, model.stack, prepared, longest
         self._library, self._caches, self._kept_angles = model.stack.library, tuple(caches), model.angles
-        described = {name: _matrix(weight) for name, weight in matrices.items()}
-        head, bias = described["head"], frame.logit_bias
-        self._vocabulary = int(head.outputs)
-        if bias is not None:
-            head.bias, head.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
-        table = frame.pos_table
-        self._struct = abi_model.Frame(
-            pos_embed=address(table),
-            pos_rows=0 if table is None else table.shape[0],
-            pos_offset=frame.spec.pos_offset,
-            pos_padding=-1 if frame.spec.pos_padding is None else frame.spec.pos_padding,
-            pos_after_norm=int(frame.spec.pos_after_norm),
-            embed_scale=frame.embed_factor,
-            logit_scale=frame.spec.logit_scale,
-            softcap=frame.spec.logit_softcap or 0.0,
-            pos_dtype=0 if table is None else DTYPES[table.dtype],
-            **{name: norm_of(norms.get(name), frame.spec.norm) for name in ("embed_norm", "final_norm")},
-            **described,
-        )
+        self._struct, self._memory = struct_of_frame(frame)
+        self._vocabulary = int(self._struct.head.outputs)
+        table, bias = frame.pos_table, frame.logit_bias
         count = len(prepared.weights)
         self._call = abi_model.ModelCall(frame=ctypes.pointer(self._struct))
         stack = self._call.stack
@@ -169,7 +106,6 @@ class NativeSession:
         tensors = [t for t in (table, bias, *norm_tensors, *matrix_tensors) if t is not None]
         # Detached views keep the memory alive even if the tensors themselves get other storage.
         self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
-        self._memory = [m.memory for m in described.values()]
         self._turns = Turns.of(model.stack.blocks)
         if self._turns is not None:
             self._turns.point(stack)
@@ -388,10 +324,3 @@ class NativeSession:
             *(abi.Table(c.data_ptr(), s.data_ptr(), *c.shape) for c, s in angles)
         )
         self._call.stack.tables = self._tables
-
-
-def _matrix(weight: Weight) -> abi.Matrix:
-    matrix = matrix_of(weight)
-    if isinstance(matrix, str):
-        raise AssertionError("a frame is described only once refuse_frame has accepted it")
-    return matrix

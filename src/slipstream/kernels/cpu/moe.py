@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.abi import DTYPES, ExpertsCall, Matrix, Moe, address
-from slipstream.kernels.cpu.blocks import routing_of
 from slipstream.kernels.cpu.library import ISAS, LONG, Library, load, rest_torch
 from slipstream.kernels.cpu.linear import refuse_linear, run_linear
 from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.mixture import routing_of
 from slipstream.ops.activation import KINDS, activate
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight

@@ -17,16 +17,35 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.abi import DTYPES, Norm, NormCall, address
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
+from slipstream.kernels.requirements import VectorLike
 from slipstream.ops import norm as op
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.spec import Norm as NormSpec
 
-__all__ = ["KERNELS", "native_norm"]
+__all__ = ["KERNELS", "native_norm", "norm_of"]
 
 _LEAST = 1 << 14
 """Minimum number of elements: below it a call would save only microseconds."""
 
 _KINDS = {"rms": 1, "layer": 2}
+
+
+def norm_of(vector: VectorLike | None, norm: NormSpec) -> Norm:
+    """Describe a norm to the library; its tensors must be kept alive."""
+    if vector is None:
+        return Norm()
+    weight, bias = vector.weight, vector.bias
+    present = weight if weight is not None else bias
+    return Norm(
+        weight=address(weight),
+        bias=address(bias),
+        count=0 if present is None else present.numel(),
+        eps=norm.eps,
+        offset=norm.offset,
+        kind=_KINDS[norm.kind],
+        weight_dtype=0 if weight is None else DTYPES[weight.dtype],
+        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
+    )
 
 
 def native_norm(

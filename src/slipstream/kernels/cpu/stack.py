@@ -17,21 +17,21 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
+from slipstream.kernels.cpu.abi_text import TextCall
 from slipstream.kernels.cpu.angles import tables_of
 from slipstream.kernels.cpu.blocks import Prepared, biased, prepare, refuse_block
 from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.dynamic_cache import extended
 from slipstream.kernels.cpu.leases import Turns
-from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
+from slipstream.kernels.cpu.library import Library, load, rest_torch
 from slipstream.kernels.cpu.paged_attention import serves
 from slipstream.kernels.cpu.text import NativeText, refuse_text
 from slipstream.kernels.requirements import BlockLike
-from slipstream.ops.bind import Bound
 from slipstream.ops.step import Older, Packed, Step
 from slipstream.ops.text import TextFrame
 from slipstream.spec import BlockSpec, Role, Rope
 
-__all__ = ["NativeStack", "bind_encoder", "bind_stack"]
+__all__ = ["NativeStack", "Run"]
 
 _MOST_TOKENS = 1 << 20
 """Packed tokens per step up to which this is faster than one layer at a time; no step has more."""
@@ -40,36 +40,10 @@ _MOST_TOKENS_BESIDE_AMX = 64
 """The limit in bfloat16 where torch's matrix products use AMX and the library's unit does not."""
 
 Tables = dict[Rope, tuple[Tensor, Tensor]]
-Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
+Run = Callable[[Any, Tensor, Step, Caches, Tables, Tensor | None], Tensor]
 """The signature of `model.frame.run_stack`."""
 
 _WEIGHTS = operator.attrgetter("weights")
-
-
-def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
-    """Choose the implementation that runs all blocks: one native call, or `otherwise`.
-
-    Args:
-        blocks: The layers in order.
-        otherwise: The fallback, `model.frame.run_stack`, which also runs the steps that torch runs faster.
-    """
-    refused: dict[str, str] = {}
-    for isa in ISAS:
-        name = f"cpu-{isa}"
-        library = load(isa) if (reason := refuse(isa)) is None else None
-        reason = reason or next((why for block in blocks if (why := refuse_block(block))), None)
-        if reason is None and not any(block.spec.cached for block in blocks):
-            reason = "no layer has a KV cache"
-        if library is not None and reason is None and blocks:
-            return Bound("stack", name, NativeStack(blocks, library, otherwise), refused)
-        refused[name] = reason or "there are no blocks"
-    return Bound("stack", "reference", otherwise, refused)
-
-
-def bind_encoder(blocks: Sequence[BlockLike], otherwise: Run) -> NativeStack | None:
-    """Return a stack, for use without a cache, of those blocks that the library supports; None if none is."""
-    bound = bind_stack([block for block in blocks if refuse_block(block) is None], otherwise)
-    return bound.run if isinstance(bound.run, NativeStack) else None
 
 
 class NativeStack:
@@ -120,7 +94,13 @@ class NativeStack:
         return _restore, (type(self), self.blocks, self.library.isa, self._otherwise, self.most_tokens)
 
     def __call__(
-        self, blocks: Sequence[Any], x: Tensor, step: Step, caches: Caches, tables: Tables
+        self,
+        blocks: Sequence[Any],
+        x: Tensor,
+        step: Step,
+        caches: Caches,
+        tables: Tables,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run consecutive layers over packed tokens and the paged cache.
 
@@ -130,6 +110,7 @@ class NativeStack:
             step: Lengths, slots and block table.
             caches: `(k, v)` of each of the blocks, `(P, Z, K, D)`; updated in place.
             tables: Cosines and sines by rope, `(T, R / 2)`.
+            inputs: `(T, blocks, P)`, the blocks' own inputs, where they have some.
 
         Returns:
             `(T, C)`, the output of the last block.
@@ -147,13 +128,21 @@ class NativeStack:
             or any(t.shape[0] != x.shape[0] for rope in prepared.ropes for t in tables[rope])
             or not self._serves(blocks, first, x, step, caches)
         ):
-            return self._otherwise(blocks, x, step, caches, tables)
-        return self._run(prepared, slice(first, first + len(blocks)), x, step, caches, tables)
+            return self._otherwise(blocks, x, step, caches, tables, inputs)
+        call = StackCall()
+        inputs = None if inputs is None else inputs.float().contiguous()
+        if inputs is not None:
+            call.inputs, call.inputs_stride = inputs.data_ptr(), inputs.stride(0)
+        return self._run(prepared, slice(first, first + len(blocks)), call, x, step, caches, tables)
 
     def has(self, block: Any) -> bool:
         """Whether a block belongs to this stack, and runs without a paged cache, too."""
         place = self._place.get(id(block))
-        return place is not None and self.blocks[place] is block and block.spec.recurrence is None
+        if place is None or self.blocks[place] is not block:
+            return False
+        spec = block.spec
+        alone = spec.recurrence is None and spec.sharing == "own" and spec.values == "own"
+        return alone and not spec.inputs
 
     def kind(self, block: Any) -> int | None:
         """Return the index of the first block with the same spec; None if `block` is not in this stack."""
@@ -191,29 +180,31 @@ class NativeStack:
         )
 
     def _run(
-        self, prepared: Prepared, which: slice, x: Tensor, step: Step, caches: Caches, tables: Tables
+        self,
+        prepared: Prepared,
+        which: slice,
+        call: StackCall,
+        x: Tensor,
+        step: Step,
+        caches: Caches,
+        tables: Tables,
     ) -> Tensor:
         ours = self.blocks[which]
         x = x.contiguous()
         out = torch.empty_like(x)
         angles, rows = tables_of(prepared.ropes, tables)
         size = ctypes.sizeof(abi.Block) * which.start
-        call = StackCall(
-            x=x.data_ptr(),
-            out=out.data_ptr(),
-            blocks=ctypes.pointer(abi.Block.from_buffer(prepared.blocks, size)),
-            num_blocks=len(ours),
-            tables=rows,
-            num_tables=len(angles),
-            dtype=DTYPES[x.dtype],
-            step=step_over(ours, caches, step),
-        )
+        call.x, call.out, call.dtype = x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]
+        call.blocks = ctypes.pointer(abi.Block.from_buffer(prepared.blocks, size))
+        call.num_blocks = len(ours)
+        call.tables, call.num_tables = rows, len(angles)
+        call.step = step_over(ours, caches, step)
         call.caches, call.cache_dtype = pages_of_layers(ours, caches)
         self._call(call, ours)
         del angles
         return out
 
-    def _call(self, call: StackCall, blocks: Sequence[BlockLike], whole: abi.TextCall | None = None) -> None:
+    def _call(self, call: StackCall, blocks: Sequence[BlockLike], whole: TextCall | None = None) -> None:
         """Run a call, or the text call `whole` that contains it; take and end the leases of leased blocks."""
         turns = Turns.of(blocks)
         if turns is not None:
@@ -360,7 +351,7 @@ class NativeStack:
         out: Tensor,
         packed: Packed,
         tables: Tables,
-        whole: abi.TextCall | None = None,
+        whole: TextCall | None = None,
     ) -> None:
         """Fill in a call, except for caches, lengths and input, and run it, or `whole` that contains it."""
         angles, rows = tables_of(prepared.ropes, tables)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.abi_text import Lookup, TextCall
 from slipstream.kernels.cpu.blocks import Prepared
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Weight
@@ -60,8 +61,8 @@ class NativeText:
         self._known: tuple[Sequence[object], Prepared | None] = (), None
         some = frame.norm_weight if frame.norm_weight is not None else frame.norm_bias
         self._matrices = [_matrix(weight) for weight in (frame.project_in, frame.pooler)]
-        self._template = abi.TextCall(
-            lookups=(abi.Lookup * 3)(*(_table(t) for t in (frame.words, frame.types, frame.places))),
+        self._template = TextCall(
+            lookups=(Lookup * 3)(*(_table(t) for t in (frame.words, frame.types, frame.places))),
             width=frame.words.shape[1],
             norm=abi.Norm(
                 weight=address(frame.norm_weight),
@@ -106,7 +107,7 @@ class NativeText:
         if any(t is not None and (t.dtype != torch.int64 or not t.is_contiguous()) for t in given):
             return None
         # A copy, since several threads may call at the same time.
-        call = abi.TextCall.from_buffer_copy(self._template)
+        call = TextCall.from_buffer_copy(self._template)
         words, types, places = call.lookups
         words.at, types.at, places.at = address(rows.ids), address(rows.types), address(rows.places)
         places.first, places.period = rows.first, rows.period
@@ -133,10 +134,10 @@ def _dtype(tensor: Tensor | None) -> int:
     return 0 if tensor is None else DTYPES[tensor.dtype]
 
 
-def _table(tensor: Tensor | None) -> abi.Lookup:
+def _table(tensor: Tensor | None) -> Lookup:
     if tensor is None:
-        return abi.Lookup()
-    return abi.Lookup(table=tensor.data_ptr(), rows=tensor.shape[0], period=1, dtype=DTYPES[tensor.dtype])
+        return Lookup()
+    return Lookup(table=tensor.data_ptr(), rows=tensor.shape[0], period=1, dtype=DTYPES[tensor.dtype])
 
 
 def _matrix(weight: Weight | None) -> abi.Matrix:

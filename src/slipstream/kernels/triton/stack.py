@@ -41,7 +41,7 @@ __all__ = ["TritonStack", "bind_stack", "refuse_block"]
 
 Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
-Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
+Run = Callable[[Any, Tensor, Step, Caches, Tables, Tensor | None], Tensor]
 """The signature of `model.frame.run_stack`."""
 
 _WIDEST_HEAD = 256
@@ -146,7 +146,13 @@ class TritonStack:
         return TritonStack(self._otherwise)
 
     def __call__(
-        self, blocks: Sequence[Any], x: Tensor, step: Step, caches: Caches, tables: Tables
+        self,
+        blocks: Sequence[Any],
+        x: Tensor,
+        step: Step,
+        caches: Caches,
+        tables: Tables,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run consecutive layers over packed tokens and the paged cache.
 
@@ -156,6 +162,7 @@ class TritonStack:
             step: Lengths, slots and block table.
             caches: `(k, v)` of each of the blocks, `(P, Z, K, D)`; updated in place.
             tables: Cosines and sines by rope, `(T, R / 2)`.
+            inputs: `(T, blocks, P)`, the blocks' own inputs, where they have some.
 
         Returns:
             `(T, C)`, the output of the last block.
@@ -163,7 +170,7 @@ class TritonStack:
         rows = x.shape[0]
         is_decode = step.max_query_len == 1 and step.kv_lens.shape[0] == rows
         if not is_decode or not 0 < rows <= MOST_ROWS or x.dtype not in _DTYPES or not blocks:
-            return self._otherwise(blocks, x, step, caches, tables)
+            return self._otherwise(blocks, x, step, caches, tables, inputs)
         most = max(block.spec.kv_heads for block in blocks)
         # One launch clears the arrival counters of all layers: an aborted step leaves no counts behind.
         # Each layer's counters begin at a multiple of 16 bytes: other launches would be compiled separately.
@@ -174,7 +181,8 @@ class TritonStack:
             if self._accepts(block):
                 x = _layer(block, x, step, pair, tables, arrived[index])
             else:
-                x = self._otherwise([block], x, step, [pair], tables)
+                own = None if inputs is None else inputs[:, index : index + 1]
+                x = self._otherwise([block], x, step, [pair], tables, own)
         return x
 
     def _accepts(self, block: BlockLike) -> bool:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.model.block.experts import run_experts
 from slipstream.model.block.gate import Turning, growing, in_range, opened
 from slipstream.model.block.latent_attention import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
 from slipstream.ops.linear import Weight, times, times_apart
-from slipstream.ops.moe import Routed, chosen_by
+from slipstream.ops.moe import Routed
 from slipstream.ops.recurrence import RecurrentLike
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
-from slipstream.parallel.experts import spread_experts
 from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Latent, Norm, Role
 from slipstream.weights.load import BlockWeights
@@ -169,7 +169,7 @@ class Block:
 
     def _feed(self, residual: Tensor, normed: Tensor, feed: Mix | None, inputs: Tensor | None) -> Tensor:
         """Run the feed-forward branch and what follows it."""
-        fed = self.sum(self.feed_forward(normed)) if feed is None else feed(normed)
+        fed = self.sum(self.feed_forward(normed, residual)) if feed is None else feed(normed)
         scaled = self._scaled(Role.MLP_SCALE, self.norm(Role.MLP_POST_NORM, fed))
         return self._end(self._weigh_in(residual + scaled, inputs))
 
@@ -341,27 +341,19 @@ class Block:
             weight = weight.view(x.shape[1:])
         return self.ops.norm.run(x, weight, vector.bias, spec=spec.norm)  # type: ignore[no-any-return]
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """Run the feed-forward branch between its norms, `(T, C)` to `(T, C)`."""
-        spec = self.spec
-        if spec.moe is None:
-            return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)
-        router, vector = self.weights.matrices[Role.ROUTER], self.weights.vectors.get(Role.ROUTER_BIAS)
-        choice = None if vector is None else vector.weight
-        if self.share is not None and self.share.spreads_experts:
-            routed = chosen_by(x, router, spec.moe, choice)
-            out = spread_experts(self, self.share, self.mix, x, routed)
-        else:
-            out = self.mix(x, router, choice)
-        if not spec.moe.shared:
-            return out
-        shared = self._mlp(x, Role.SHARED_IN, Role.SHARED_OUT)
-        if spec.moe.residual:
-            both = self.linear(Role.SHARED_GATE, x).softmax(-1)
-            return out * both[:, :1] + shared * both[:, 1:]
-        if spec.moe.shared_gate:
-            shared = shared * torch.sigmoid(self.linear(Role.SHARED_GATE, x))
-        return out + shared
+    def feed_forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
+        """Run the feed-forward branch between its norms.
+
+        Args:
+            x: `(T, C)`, its normalised input.
+            stream: `(T, C)`, the residual stream, which experts beside the shared ones read.
+
+        Returns:
+            `(T, C)`.
+        """
+        if self.spec.moe is None:
+            return self.dense(x, Role.MLP_IN, Role.MLP_OUT)
+        return run_experts(self, self.spec.moe, x, stream)
 
     def mix(self, x: Tensor, router: Weight | Routed, choice: Tensor | None = None) -> Tensor:
         """Run this block's experts on `(T, C)`, routed by a router matrix or by an earlier choice."""
@@ -370,7 +362,8 @@ class Block:
         mixed: Tensor = self.ops.moe.run(x, router, *experts, **options, choice=choice)
         return mixed
 
-    def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
+    def dense(self, x: Tensor, first: Role, second: Role) -> Tensor:
+        """Run two matrices of the block with the activation between them, on `(T, C)`."""
         y, learned = self.linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
         if learned is not None and learned.weight is not None:
             y = xielu(y, learned.weight)

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.errors import DeviceError
 from slipstream.ops.kv_cache import CachePart, Int8Cache, tensors_of
-from slipstream.spec import BlockSpec
+from slipstream.spec import BlockSpec, lender_of
 
 __all__ = ["BLOCK_SIZE", "PagedCache", "bytes_per_token", "slots_of"]
 
@@ -30,7 +30,7 @@ class PagedCache:
         layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s if the
             dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key, side by side in
             memory unless the dtype is int8. Of a layer with a recurrence, its states `(rows, S)` float32, as
-            both; of one without attention, empty tensors.
+            both; of one without attention, empty tensors; of one that borrows, the lending layer's.
         capacity: Number of blocks.
     """
 
@@ -81,6 +81,8 @@ class PagedCache:
             else _twice(next(states))
             for spec in specs
         ]
+        for index in range(len(specs)):
+            self.layers[index] = self.layers[lender_of(specs, index)]
         self._rooms = [tensor for room in rooms.values() for tensor in tensors_of(room)]
         self.capacity = blocks
         self._free = list(range(blocks - 1, -1, -1))
@@ -143,13 +145,13 @@ def slots_of(blocks: Sequence[int], tokens: int, device: torch.device) -> torch.
 def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
     """Return the bytes that one token takes in a cache of these layers."""
     scales = 4 if dtype == torch.int8 else 0
-    parts = (part for spec in specs for part in spec.cached)
+    parts = (part for spec in specs if spec.sharing != "borrows" for part in spec.cached)
     return sum(heads * (dtype.itemsize * width + scales) for heads, width in parts)
 
 
 def _shapes(spec: BlockSpec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return heads and width of each tensor of a layer, which has one if both of its parts are adjacent."""
-    if not spec.cached:
+    if not spec.cached or spec.sharing == "borrows":
         return ()
     (heads, first), (_, second) = spec.cached
     return spec.cached if spec.latent is None or dtype == torch.int8 else ((heads, first + second),)

@@ -5,7 +5,6 @@ Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
@@ -14,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.block.block import Block, Mix, RopeTable
-from slipstream.model.block.gate import Turning
-from slipstream.model.block.latent_attention import attend_paged
+from slipstream.model.block.block import RopeTable
+from slipstream.model.frame.embed_scale import EmbedScale
 from slipstream.model.fused.layer_changes import modules_of, numbers_of
 from slipstream.model.weights.packed import weight_of
 from slipstream.ops import Ops
-from slipstream.ops.kv_cache import CachePart, write_cache
 from slipstream.ops.linear import Weight, times
 from slipstream.ops.rope import both_tables, half_tables
-from slipstream.ops.step import Step
-from slipstream.spec import FrameSpec, Role, Rope
+from slipstream.spec import FrameSpec, Rope
 from slipstream.weights.load import Vector
 
-__all__ = ["Frame", "run_stack"]
+__all__ = ["Frame"]
 
 
-_FIXED_ROPES = frozenset({"default", "linear", "yarn", "llama3"})
+_MATRICES = ("embed", "project_in", "project_out", "head", "inputs_embed", "inputs_project")
+_NORMS = ("embed_norm", "final_norm", "inputs_norm")
+
+_FIXED_ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 """Rope types whose angles depend on the position alone."""
 
 
@@ -68,13 +67,18 @@ class Frame:
         self._logit_bias = None if spec.logit_bias is None else _table_of(model, spec.logit_bias)
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
         self.layers: nn.ModuleList = part(spec.layers)
+        inputs = spec.inputs
+        self.inputs_embed = None if inputs is None else part(inputs.embed)
+        self.inputs_project = None if inputs is None else part(inputs.project)
+        self.inputs_norm = None if inputs is None else part(inputs.norm)
         self._rope_table = rope_table
         around = {"", *(path[:i] for path in self._parts for i in range(len(path)) if path[i] == ".")}
         self._forwards = {name: _own_forward(model, name) for name in (*self._parts, *sorted(around))}
         self._by_type = (
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )
-        self._has_scale = self._own_scale == self._scale
+        self._scale = EmbedScale(self.embed, spec.embed_scale, rounded=spec.embed_scale_rounded)
+        self._inputs_scale = None if inputs is None else EmbedScale(self.inputs_embed, inputs.embed_scale)
         # Some rotary modules keep a running maximum of the length as an attribute.
         excluded = {*self.layers, *(() if self.rotary is None else self.rotary.modules())}
         self._numbers = numbers_of(part for part in modules_of(model, self.layers) if part not in excluded)
@@ -95,28 +99,8 @@ class Frame:
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether an embedding module that scales its rows itself still has the original scale."""
-        return not self._has_scale or self._own_scale == self._scale
-
-    @property
-    def _scale(self) -> float:
-        """The multiplier of the embedding, rounded as the module's own is for comparison."""
-        return (
-            self.embed_factor if self.spec.embed_scale_rounded else _rounded(self.embed_factor, torch.float32)
-        )
-
-    @property
-    def _own_scale(self) -> float | None:
-        """The multiplier that the embedding module itself has; None where it has none, or no value yet."""
-        own = getattr(self.embed, "embed_scale", None)
-        if own is None or (isinstance(own, Tensor) and own.is_meta):
-            return None
-        return _rounded(float(own), self._embed_dtype if self.spec.embed_scale_rounded else torch.float32)
-
-    @property
-    def _embed_dtype(self) -> torch.dtype:
-        embed = weight_of(self.embed)
-        return embed.dtype or embed.planes[0].dtype
+        """Whether embedding modules that scale their rows themselves still have the original scale."""
+        return self._scale.is_kept and (self._inputs_scale is None or self._inputs_scale.is_kept)
 
     @property
     def max_positions(self) -> int | None:
@@ -148,7 +132,7 @@ class Frame:
             `(T, C)`, the input of the first layer.
         """
         spec = self.spec
-        x = weight_of(self.embed).rows(token_ids)
+        x = weight_of(self.embed).rows(self._embedded_as(token_ids))
         if spec.embed_scale != 1.0:
             x = x * self.embed_factor
         if self.project_in is not None:
@@ -157,6 +141,13 @@ class Frame:
             return self._at_places(self._norm(self.embed_norm, x), token_ids, positions)
         x = self._at_places(x, token_ids, positions)
         return x if self.embed_norm is None else self._norm(self.embed_norm, x)
+
+    def _embedded_as(self, token_ids: Tensor) -> Tensor:
+        """Replace placeholders by the token as which they are embedded."""
+        spec = self.spec
+        for placeholder in spec.placeholders:
+            token_ids = token_ids.masked_fill(token_ids == placeholder, spec.stand_in)
+        return token_ids
 
     def _at_places(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Add the position embedding, if there is one."""
@@ -168,13 +159,31 @@ class Frame:
             rows = rows.masked_fill(token_ids == padding, padding)
         return x + table[rows].to(x.dtype)
 
+    def layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Return the layers' own inputs, `(T, layers, P)`, or None where they have none.
+
+        Args:
+            token_ids: `(T,)` int64.
+            x: `(T, C)`, from `enter`.
+        """
+        spec = self.spec.inputs
+        if spec is None:
+            return None
+        projected = self._linear(self.inputs_project, x) * spec.project_scale
+        projected = self._norm(self.inputs_norm, projected.unflatten(-1, (-1, spec.width)))
+        rows = weight_of(self.inputs_embed).rows(self._embedded_as(token_ids)) * self.inputs_factor
+        both: Tensor = (projected + rows.view(projected.shape)) * spec.scale
+        return both
+
+    @property
+    def inputs_factor(self) -> float:
+        """The multiplier of the second embedding, rounded as the original rounds it; 0 without one."""
+        return 0.0 if self._inputs_scale is None else self._inputs_scale.factor
+
     @property
     def embed_factor(self) -> float:
         """The multiplier of the token embedding, rounded as the original rounds it."""
-        scale = self.spec.embed_scale
-        if not self.spec.embed_scale_rounded:
-            return scale
-        return _rounded(scale, self._embed_dtype)
+        return self._scale.factor
 
     @property
     def pos_table(self) -> Tensor | None:
@@ -187,13 +196,13 @@ class Frame:
         return _tensor_at(self._logit_bias)
 
     def matrices(self) -> dict[str, Weight]:
-        """Return the current matrices by their names in `FrameSpec`; `embed` has a row per id."""
-        parts = {name: getattr(self, name) for name in ("embed", "project_in", "project_out", "head")}
+        """Return the current matrices by the names of the attributes; embeddings have a row per id."""
+        parts = {name: getattr(self, name) for name in _MATRICES}
         return {name: weight_of(part) for name, part in parts.items() if part is not None}
 
     def norms(self) -> dict[str, Vector]:
-        """Return the current norms by their names in `FrameSpec`."""
-        parts = {name: getattr(self, name) for name in ("embed_norm", "final_norm")}
+        """Return the current norms by the names of the attributes."""
+        parts = {name: getattr(self, name) for name in _NORMS}
         return {name: _vector_of(part) for name, part in parts.items() if part is not None}
 
     def leave(self, x: Tensor) -> Tensor:
@@ -265,11 +274,6 @@ class Frame:
         return self.layers[0].get_buffer(self._rope_table)
 
 
-@functools.cache
-def _rounded(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype, device="cpu").item())
-
-
 def _at(model: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a path, or None if there is none now."""
     at: nn.Module | None = model
@@ -300,59 +304,3 @@ def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 def _tensor_at(place: tuple[nn.Module, str] | None) -> Tensor | None:
     """Return the current tensor at an owner's attribute; None for None."""
     return None if place is None else getattr(*place)
-
-
-def run_stack(
-    blocks: Sequence[Block],
-    x: Tensor,
-    step: Step,
-    caches: Sequence[tuple[CachePart, CachePart]],
-    tables: dict[Rope, RopeTable],
-) -> Tensor:
-    """Run every layer over packed tokens and the paged cache.
-
-    This is the definition of the largest op: everything it needs is in its arguments, so that one native
-    call, or a captured graph, can replace it.
-
-    Args:
-        blocks: The layers in order.
-        x: `(T, C)`.
-        step: Lengths, slots and block table.
-        caches: `(k, v)` of each layer, with latent attention `(latents, keys)`, with a recurrence its states
-            twice; updated in place.
-        tables: From `Frame.angles`.
-
-    Returns:
-        `(T, C)`, the output of the last layer.
-    """
-    for block, pair in zip(blocks, caches, strict=True):
-
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            angles: RopeTable | None,
-            block: Block = block,
-            caches: tuple[CachePart, CachePart] = pair,
-        ) -> Tensor:
-            ops, spec = block.ops, block.spec
-            if (latent := spec.latent) is not None:
-                write_cache(k, v, *caches, step.slots)
-                up = block.weights.matrices[Role.KV_UP].dense().to(q.dtype)
-                return attend_paged(q, caches, step, up, latent=latent, scale=spec.scale)
-            pairs = spec.rope is not None and spec.rope.interleaved
-            q = ops.rope_cache.run(q, k, v, *caches, step.slots, tables=angles, interleaved=pairs)
-            return ops.paged_attention.run(q, *caches, step, mask=block.mask)  # type: ignore[no-any-return]
-
-        mix = None if block.spec.recurrence is None else _recurrent(block, step, pair[0])
-        table = None if block.spec.rope is None else tables[block.spec.rope]
-        x = block(x, table, Turning(attend), mix=mix, positions=step.positions)
-    return x
-
-
-def _recurrent(block: Block, step: Step, states: CachePart) -> Mix:
-    """Return what replaces the attention of a block with a recurrence, on `(T, C)`."""
-    part = block.part
-    if part is None or not isinstance(states, Tensor):
-        raise AssertionError("a block with a recurrence runs without its mixer or its states")
-    return lambda x: part(x, step, states, block.ops.linear.run)

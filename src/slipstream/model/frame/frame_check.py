@@ -44,16 +44,25 @@ def check_frame(
     if frame.spec.pos_padding is not None:
         # Such models number only tokens that are not padding; the frame differs if padding is in the middle.
         ids = torch.where(ids == frame.spec.pos_padding, (ids + 1) % frame.embed.weight.shape[0], ids)
+    for place, placeholder in zip(range(_LENGTH - 1), frame.spec.placeholders, strict=False):
+        ids[0, place] = placeholder
     positions = torch.arange(_LENGTH, device=device)
-    seen: list[tuple[Tensor, Any]] = []
+    seen: list[tuple[Tensor, Any, Tensor | None]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
         logits = _logits(model, _given(ids, layers))[0]
         hidden = frame.enter(ids[0], positions)
         frame_logits = frame.leave(hidden)
+        inputs = frame.layer_inputs(ids[0], hidden)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
     agree("the first layer's input", seen[0][0][0], hidden)
     agree("the logits", logits, frame_logits)
-    for found, (_, passed) in zip(layers, seen, strict=True):
+    for index, (found, (_, passed, own)) in enumerate(zip(layers, seen, strict=True)):
+        if own is not None:
+            if inputs is None:
+                raise InjectionError(
+                    f"the model gives {found.name} an input that the frame does not describe"
+                )
+            agree(f"the input that {found.name} alone is given", own[0], inputs[:, index])
         if found.spec is None or found.spec.rope is None or passed is None:
             continue
         halves = half_tables(*both_tables(passed), found.spec.rope)
@@ -93,9 +102,11 @@ def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
 
 @contextmanager
 def _passing_on(
-    layers: Sequence[Found], verdicts: Mapping[str, Verdict], seen: list[tuple[Tensor, Any]]
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    seen: list[tuple[Tensor, Any, Tensor | None]],
 ) -> Iterator[None]:
-    """Make each layer return its own input, and record the input and rotary table that it is passed.
+    """Make each layer return its own input, and record the inputs and rotary table that it is passed.
 
     Hooks on layers are removed meanwhile: a generation checks for them before it uses the frame.
     """
@@ -108,7 +119,11 @@ def _passing_on(
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             table = kwargs.get("position_embeddings", next(filter(_is_table, args), None))
-            seen.append((hidden_states, table))
+            first = args[0] if args and isinstance(args[0], Tensor) else None
+            own = (
+                kwargs.get("per_layer_input", first) if found.spec is not None and found.spec.inputs else None
+            )
+            seen.append((hidden_states, table, own))
             return returns(hidden_states)
 
         return forward

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.model.block.block import Block, RopeTable
+from slipstream.model.frame.run_stack import piece_of
 from slipstream.model.streaming.stream import Streamer
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
@@ -75,9 +76,10 @@ class OneByOne:
         step: Step,
         caches: Sequence[tuple[CachePart, CachePart]],
         tables: dict[Rope, RopeTable],
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run the layers; arguments and result are those of `model.frame.run_stack`."""
-        for block, cache in zip(blocks, caches, strict=True):
+        for index, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
             with block.weights.held():
-                x = self.stack([block], x, step, [cache], tables)
+                x = self.stack([block], x, step, [cache], tables, piece_of(inputs, index))
         return x

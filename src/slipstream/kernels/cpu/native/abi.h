@@ -14,7 +14,7 @@
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 26;
+constexpr int32_t kAbi = 27;
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
 // an index.
@@ -134,6 +134,10 @@ struct StackCall {
     const Table* tables;
     int64_t num_tables;
     const int64_t* positions; // `(T,)`: each token's row in the tables; null: token t has row t
+    // `Block::inputs` of all tokens: those of block i begin at inputs + token * inputs_stride + i * P, with
+    // the same P in all blocks that have them; null where none does
+    const float* inputs;
+    int64_t inputs_stride;
     int32_t dtype, cache_dtype;
     Step step; // without caches only tokens, sequences, query_starts and kv_lens are read
     // For matrices that are available only temporarily; or null. Called by one thread before each block and

@@ -23,6 +23,10 @@ struct Mask {
 // heads of a token together.
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
 
+// Own projections of keys and of values; values that are the keys before their norm and rotation; keys and
+// values of an earlier block: the cache is that block's, and is only read.
+enum KeysValues : int32_t { kOwnValues = 0, kKeysAsValues = 1, kBorrowed = 2, kKeysValues = 3 };
+
 enum Gate : int32_t { kNoGate = 0, kSigmoidGate = 1, kSoftplusGate = 2, kGates = 3 };
 
 enum Scoring : int32_t {
@@ -42,13 +46,19 @@ struct Moe {
     // Experts are chosen from the best `top_groups` of `groups` groups of equal size, whose score is that of
     // their best expert or, with `sums_two`, the sum of their best two.
     int64_t groups, top_groups;
-    const void* choice; // `(experts,)`, added to the scores only to choose the experts, or null
-    float jitter;       // threshold of kSparsemixer
+    const void* choice;       // `(experts,)`, added to the scores only to choose the experts, or null
+    const void* expert_scale; // `(experts,)`, multiplies the weights last of all, or null
+    float jitter;             // threshold of kSparsemixer
     // The weights are divided by max(their sum + more_sum, least_sum) if `normalize` is set, and multiplied
     // by `factor`; not with kTopkSoftmax and kSparsemixer.
     float more_sum, least_sum, factor;
-    int32_t scoring, normalize, sums_two, choice_dtype;
-    int32_t weighs_input, unused; // 1: weights multiply the inputs of the experts, not their outputs
+    float router_scale; // with `beside`, of the normalized input of the router
+    int32_t scoring, normalize, sums_two, choice_dtype, expert_scale_dtype;
+    int32_t weighs_input; // 1: weights multiply the inputs of the experts, not their outputs
+    // 1: router and routed experts read the residual stream, through `router_norm` and `entry_norm`; the
+    // feed-forward's output is shared_norm(shared experts) + norm(routed experts).
+    int32_t beside;
+    Norm router_norm, entry_norm, shared_norm, norm; // only with `beside`
     // `(experts, C)`; like those of an expert, with `shared` in place of F; `(1, C)`, whose sigmoid
     // multiplies the output of the shared experts.
     Matrix router, shared_in, shared_out, shared_gate;
@@ -120,6 +130,14 @@ struct Recurrence {
     int32_t kernel_dtype, bias_dtype, speed_dtype, shift_dtype, skip_dtype;
 };
 
+// A third branch after the other two, whose gate is opened by an input of its own for each token:
+// x + norm(out(f(gate(x)) * input)).
+struct Inputs {
+    int64_t width;    // P
+    Matrix gate, out; // `(P, C)` and `(C, P)`
+    Norm norm;
+};
+
 // The branches of a block: both, or only its attention (or recurrence), or only its feed-forward. What
 // belongs to the other one is then not read; with one branch, neither `post`, nor `parallel`, nor `across`.
 enum Branches : int32_t { kBothBranches = 0, kOnlyAttention = 1, kOnlyFeed = 2, kBranches = 3 };
@@ -140,12 +158,17 @@ struct Block {
     // A `Gate` of the attention's output, whose inputs are the last rows of `qkv`: one per channel of the
     // query heads, or with `gates_heads` one per head.
     int32_t gate, gates_heads;
-    int32_t branches, unused;
+    int32_t branches;
+    // Where keys and values come from (`KeysValues`); other than kOwnValues only with caches.
+    int32_t keys_values;
     Mask mask;
     Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
+    Scale layer_scale;           // one number, `(1,)`, of the block's output
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
-    // `((H + 2 * K) * D + gate, C)`: q, k and v heads, gate; `(C, H * D)`. With `latent`: `(H * D, Q)`, or of
-    // C inputs if the queries have no latent, and `(C, H * V)`.
+    Norm v_norm; // of each head's values, without a weight
+    // `((H + 2 * K) * D + gate, C)`: q, k and v heads, gate; `(C, H * D)`. With kKeysAsValues there are no v
+    // heads, with kBorrowed neither k nor v heads. With `latent`: `(H * D, Q)`, or of C inputs if the queries
+    // have no latent, and `(C, H * V)`.
     Matrix qkv, attn_out;
     Matrix mlp_in, mlp_out; // not read where `moe` is set
     const Moe* moe;         // replaces the plain feed-forward, or null
@@ -154,6 +177,7 @@ struct Block {
     // or null: replaces attention; `qkv` is then not read, and `attn_out` is of as many inputs as the mixer
     // has outputs. Only with caches, without `post`, `parallel`, `across`, `latent`.
     const Recurrence* recurrence;
+    const Inputs* inputs; // or null; only with both branches, in sequence and not `post`
 };
 
 } // namespace slipstream

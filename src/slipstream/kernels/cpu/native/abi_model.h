@@ -8,13 +8,21 @@ namespace slipstream {
 struct Frame {
     const void* pos_embed; // `(pos_rows, C)` contiguous, or null; row: position + pos_offset
     int64_t pos_rows, pos_offset;
-    int64_t pos_padding;                     // tokens with this id use this row instead; negative: none
+    int64_t pos_padding;         // tokens with this id use this row instead; negative: none
+    const int64_t* placeholders; // `(num_placeholders,)`: tokens that are embedded as the token `stand_in`
+    int64_t num_placeholders, stand_in;
     float embed_scale, logit_scale, softcap; // softcap 0: none
     int32_t pos_dtype;
-    int32_t pos_after_norm, unused; // 1: positions are added after `embed_norm`, not before
-    Norm embed_norm, final_norm;
+    int32_t pos_after_norm; // 1: positions are added after `embed_norm`, not before
+    // of inputs_embed's row, of what inputs_project makes of the token's embedding, and of their sum
+    float inputs_embed_scale, inputs_project_scale, inputs_scale;
+    Norm embed_norm, final_norm, inputs_norm;
     // `embed` has one row per token id, and its runs are not transposed
     Matrix embed, project_in, project_out, head;
+    // The inputs of all blocks (`Block::inputs`), with L blocks of P: `(V, L * P)` like `embed`, and
+    // `(L * P, C)`, whose outputs `inputs_norm` normalizes in pieces of P. Both or neither; the embedding
+    // that is projected is the first block's input.
+    Matrix inputs_embed, inputs_project;
 };
 
 // Number of words in the state of a Mersenne Twister.
@@ -88,7 +96,7 @@ struct SketchCall {
 // what `stack.step` points to. The call ends early after a step in which a sequence's token is one of `ends`,
 // or no token could be drawn.
 struct ModelCall {
-    // `x` and `out` are not used; `dtype` only selects how attention multiplies with int8 caches
+    // `x`, `out` and `inputs` are not used; `dtype` only selects how attention multiplies with int8 caches
     StackCall stack;
     const Frame* frame;
     const int64_t *token_ids, *positions; // `(T,)`, positions from 0

@@ -1,5 +1,6 @@
 #include "check.h"
 
+#include "check_inputs.h"
 #include "check_parts.h"
 #include "check_projections.h"
 #include "check_steps.h"
@@ -44,7 +45,9 @@ Status block(const Block& b, const StackCall& call) {
         return kUnsupported;
     status = first_of(status, norm(b.q_norm, q, b.qk_norm == kPerHead ? b.head_dim : q));
     status = first_of(status, norm(b.k_norm, kv, b.qk_norm == kPerHead ? b.head_dim : kv));
-    for (const Scale* scale : {&b.attn_scale, &b.mlp_scale})
+    if (b.inputs)
+        status = first_of(status, inputs(*b.inputs, b, call));
+    for (const Scale* scale : {&b.attn_scale, &b.mlp_scale, &b.layer_scale})
         status = first_of(status, optional(scale->weight, scale->dtype));
     if (b.across)
         status = first_of(status, across(*b.across, b, call.step.sequences));
@@ -95,12 +98,9 @@ Status layers(const StackCall& call, int64_t more = 0) {
 }
 
 Status embeds(const ModelCall& call, const Frame& f) {
-    Status status = exact_matrix(f.embed, f.embed.outputs, f.embed.inputs);
+    const Status status = first_of(embedding(f.embed, f.embed.inputs), placeholders(f));
     if (status != kOk)
         return status;
-    for (int64_t i = 0; i < f.embed.num_runs; ++i)
-        if (f.embed.runs[i].transposed)
-            return kUnsupported;
     if (!call.token_ids || !call.positions)
         return kNull;
     if (!is_aligned(call.token_ids, 8) || !is_aligned(call.positions, 8))
@@ -151,6 +151,7 @@ Status around(const ModelCall& call) {
     if (!is_size(call.rows) || !fits(call.rows, hidden) || !(f.softcap >= 0.0f))
         return kShape;
     Status status = embeds(call, f);
+    status = status == kOk ? makes_inputs(call, f) : status;
     status = first_of(status, some_matrix(f.project_in, hidden, f.embed.inputs));
     status = first_of(status, some_matrix(f.project_out, f.project_out.outputs, hidden));
     status = first_of(
@@ -259,7 +260,8 @@ Status check(const FeedCall& call) {
 }
 
 Status check(const ExpertsCall& call) {
-    if (!is_size(call.rows) || !is_size(call.hidden) || !is_size(call.ffn) || call.moe.shared)
+    if (!is_size(call.rows) || !is_size(call.hidden) || !is_size(call.ffn) || call.moe.shared ||
+        call.moe.beside)
         return kShape;
     if (!is_activation(call.activation, call.gated) || !call.weights != !call.chosen)
         return kUnsupported;
@@ -319,12 +321,12 @@ Status check(const PagedAttentionCall& call) {
 }
 
 Status check(const StackCall& call) {
-    const Status status = layers(call);
+    const Status status = first_of(layers(call), given_inputs(call));
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 
 Status check(const TextCall& call) {
-    if (call.stack.caches)
+    if (call.stack.caches || call.stack.inputs || width_of_inputs(call.stack))
         return kUnsupported;
     const Status status = first_of(layers(call.stack), tensor(call.stack.out, call.stack.dtype));
     return status != kOk ? status : around(call);

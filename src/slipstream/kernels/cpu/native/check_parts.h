@@ -272,7 +272,8 @@ Status choice(const Moe& moe) {
         if (moe.top_k > moe.top_groups * size || (moe.sums_two && size < 2))
             return kShape;
     }
-    return optional(moe.choice, moe.choice_dtype);
+    return first_of(optional(moe.choice, moe.choice_dtype),
+                    optional(moe.expert_scale, moe.expert_scale_dtype));
 }
 
 // A choice that was made elsewhere.
@@ -306,6 +307,12 @@ Status mixture(const Moe& moe, const Block& b, int64_t tokens) {
     Status status = experts(moe, b.hidden, b.ffn, b.gated != 0, tokens);
     if (status == kOk)
         status = first_of(choice(moe), exact_matrix(moe.router, moe.experts, b.hidden));
+    if (moe.beside < 0 || moe.beside > 1 ||
+        (moe.beside &&
+         (!moe.shared || moe.shared_gate.outputs || b.post || b.parallel || b.residual_from_norm)))
+        return kUnsupported;
+    for (const Norm* n : {&moe.router_norm, &moe.entry_norm, &moe.shared_norm, &moe.norm})
+        status = first_of(status, n->kind && !moe.beside ? kUnsupported : norm(*n, b.hidden, b.hidden));
     if (moe.shared == 0)
         return status != kOk || !moe.shared_gate.outputs ? status : kUnsupported;
     if (!is_size(moe.shared) || !fits(tokens, moe.shared))

@@ -130,12 +130,21 @@ Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
 Status projections(const Block& b, const StackCall& call) {
     if (b.table >= 0 && 2 * call.tables[b.table].half > (b.latent ? b.latent->rotated : b.head_dim))
         return kShape;
+    if (b.keys_values < kOwnValues || b.keys_values >= kKeysValues || b.v_norm.weight || b.v_norm.bias)
+        return kUnsupported;
+    if (b.keys_values != kOwnValues && (!call.caches || b.clip != 0.0f || b.latent || b.recurrence))
+        return kUnsupported;
+    if (b.v_norm.kind != kNoNorm && (b.latent || b.recurrence))
+        return kUnsupported;
+    if (const Status status = norm(b.v_norm, b.head_dim, b.head_dim); status != kOk)
+        return status;
     if (b.recurrence)
         return recurrence(*b.recurrence, b, call);
     if (b.latent)
         return latent(*b.latent, b, call);
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;
-    const int64_t projected = q + 2 * kv + (!b.gate ? 0 : b.gates_heads ? b.heads : q);
+    const int64_t keys_values = b.keys_values == kBorrowed ? 0 : b.keys_values == kKeysAsValues ? kv : 2 * kv;
+    const int64_t projected = q + keys_values + (!b.gate ? 0 : b.gates_heads ? b.heads : q);
     if (!fits(call.step.tokens, projected))
         return kShape;
     return first_of(matrix(b.qkv, projected, b.hidden), matrix(b.attn_out, b.hidden, q));

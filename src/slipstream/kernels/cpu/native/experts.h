@@ -226,11 +226,12 @@ public:
             in_turn_.take(scratch, room, tokens_, threads);
     }
 
-    // Compute the weighted output of the experts for rows x, `(T, C)`, and add it to `out`, or, unless
-    // `adds`, store it there. If there is a gate for the shared experts, their output (in `out`) is
-    // multiplied by it first.
-    void run(const Block& b, const float* x, float* out, bool adds, Team& team, int rank) const {
-        routing_.decide(*b.moe, x, team, rank);
+    // Compute the weighted output of the experts for rows x, `(T, C)`, as the router chooses for rows
+    // `scored`, and add it to `out`, or, unless `adds`, store it there. If there is a gate for the shared
+    // experts, their output (in `out`) is multiplied by it first.
+    void run(const Block& b, const float* scored, const float* x, float* out, bool adds, Team& team,
+             int rank) const {
+        routing_.decide(*b.moe, scored, team, rank);
         run_chosen(b, x, out, adds, team, rank);
     }
 
@@ -280,7 +281,7 @@ public:
         if (call_.weights)
             experts_.run(block_, call_.weights, call_.chosen, x_, out_, team, rank);
         else
-            experts_.run(block_, x_, out_, false, team, rank);
+            experts_.run(block_, x_, x_, out_, false, team, rank);
         each_one(team, call_.rows, [&](int64_t r) {
             write_row(out_ + r * hidden, call_.out, call_.dtype, r * hidden, hidden);
         });

@@ -10,9 +10,9 @@ namespace {
 class Model {
 public:
     Model(const ModelCall& call, char* base, int threads)
-        : call_(call), frame_(*call.frame), hidden_(call.stack.blocks[0].hidden), layers_(call.stack),
-          stack_(layers_, base, threads), token_ids_(call.token_ids), positions_(call.positions),
-          suppressed_{call.suppressed, call.best ? call.num_suppressed : 0} {
+        : call_(call), frame_(*call.frame), hidden_(call.stack.blocks[0].hidden), narrowed_(call),
+          layers_(narrowed_.front(call.stack)), stack_(layers_, base, threads), token_ids_(call.token_ids),
+          positions_(call.positions), suppressed_{call.suppressed, call.best ? call.num_suppressed : 0} {
         const int64_t tokens = call.stack.step.tokens, rows = call.rows;
         Scratch scratch(base ? base + stack_.bytes() : nullptr);
         if (call.steps > 1)
@@ -20,6 +20,9 @@ public:
         const bool in = frame_.project_in.outputs > 0, out = frame_.project_out.outputs > 0;
         embedded_.take(scratch, frame_.project_in, in ? tokens : 0, threads);
         entering_ = scratch.part<float>(in ? tokens * hidden_ : 0);
+        inputs_.take(scratch, frame_, call.stack.num_blocks, tokens, threads);
+        layers_.inputs = inputs_.inputs();
+        layers_.inputs_stride = inputs_.stride();
         normed_.take(scratch, out ? frame_.project_out : frame_.head, rows, threads);
         projected_.take(scratch, frame_.head, out ? rows : 0, threads);
         best_ = scratch.part<Best>(rows * threads);
@@ -30,7 +33,9 @@ public:
         logits_ = call.draw ? draws_->scores(0) : call.logits;
         own_floats_ = call.logits || call.draw ? 0 : rows * kMostColumns;
         own_ = scratch.part<float>(own_floats_ * threads);
-        bytes_ = stack_.bytes() + scratch.used();
+        if (narrowed_.any())
+            narrow(scratch, base, threads);
+        bytes_ = stack_.bytes() + scratch.used() + (rest_ ? rest_->bytes() : 0);
     }
 
     int64_t bytes() const { return bytes_; }
@@ -44,10 +49,14 @@ public:
         for (int64_t step = 0; step < call_.steps; ++step) {
             if (frame_.project_in.outputs)
                 project_in(team, rank);
+            if (inputs_.any())
+                inputs_.run(frame_, [&](int64_t t) { return token(t); }, team, rank);
             if (!stack_.run(
                     team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {},
                     [&] { tell(step - 1); }))
                 return;
+            if (rest_)
+                go_on(team, rank);
             leave(team, rank, step);
             if (call_.steps == 1)
                 return;
@@ -103,6 +112,36 @@ private:
         layers_.step.kv_lens = moving_.kv_lens;
     }
 
+    void narrow(Scratch& scratch, char* base, int threads) {
+        last_ = narrowed_.back(call_.stack);
+        if (inputs_.any()) {
+            const int64_t skipped = narrowed_.skipped() * (inputs_.stride() / call_.stack.num_blocks);
+            inputs_of_rows_ = scratch.part<float>(call_.rows * inputs_.stride());
+            last_.inputs = inputs_of_rows_ + skipped;
+            last_.inputs_stride = inputs_.stride();
+        }
+        rest_.emplace(last_, base ? base + stack_.bytes() + scratch.used() : nullptr, threads);
+    }
+
+    // Runs the last layers on the rows alone.
+    void go_on(Team& team, int rank) {
+        if (inputs_.any())
+            each_one(team, call_.rows, [&](int64_t r) {
+                std::memcpy(inputs_of_rows_ + r * inputs_.stride(),
+                            inputs_.inputs() + call_.logit_rows[r] * inputs_.stride(),
+                            static_cast<size_t>(inputs_.stride()) * sizeof(float));
+            });
+        rest_->run(
+            team, rank,
+            [&](int64_t r, float* row) {
+                std::memcpy(row, left_by_all(r), static_cast<size_t>(hidden_) * sizeof(float));
+            },
+            [](int64_t, const float*) {}, [] {});
+    }
+
+    // What the layers of all tokens make of a row's token.
+    const float* left_by_all(int64_t r) const { return stack_.left() + call_.logit_rows[r] * hidden_; }
+
     void begin() const {
         for (int64_t t = 0; t < call_.rows; ++t) {
             moving_.token_ids[t] = call_.token_ids[t];
@@ -138,20 +177,16 @@ private:
         return ended;
     }
 
-    void embed(int64_t t, float* row) const {
-        const Matrix& m = frame_.embed;
+    // The id by which a token is embedded.
+    int64_t token(int64_t t) const {
         const int64_t id = token_ids_[t];
-        float scale = frame_.embed_scale;
-        if (m.format != kPlain) {
-            decode(m, id, 1, 0, m.inputs, row, m.inputs);
-            scale *= row_factors(m) ? row_factors(m)[id] : 1.0f;
-        } else {
-            read_row(m, id, row);
-        }
-        if (scale != 1.0f)
-            for (int64_t j = 0; j < m.inputs; ++j)
-                row[j] *= scale;
+        for (int64_t i = 0; i < frame_.num_placeholders; ++i)
+            if (frame_.placeholders[i] == id)
+                return frame_.stand_in;
+        return id;
     }
+
+    void embed(int64_t t, float* row) const { look_up(frame_.embed, token(t), frame_.embed_scale, row); }
 
     void project_in(Team& team, int rank) {
         each_one(team, call_.stack.step.tokens, [&](int64_t t) {
@@ -166,8 +201,11 @@ private:
     }
 
     void enter(int64_t t, float* row) const {
-        if (frame_.project_in.outputs)
-            std::memcpy(row, entering_ + t * hidden_, static_cast<size_t>(hidden_) * sizeof(float));
+        const float* ready = frame_.project_in.outputs ? entering_ + t * hidden_
+                             : inputs_.any()           ? inputs_.row(t)
+                                                       : nullptr;
+        if (ready)
+            std::memcpy(row, ready, static_cast<size_t>(hidden_) * sizeof(float));
         else
             embed(t, row);
         if (!frame_.pos_after_norm)
@@ -187,8 +225,8 @@ private:
 
     void leave(Team& team, int rank, int64_t step) {
         each_one(team, call_.rows, [&](int64_t r) {
-            norm_row(stack_.left() + call_.logit_rows[r] * hidden_, normed_.row(r), hidden_,
-                     frame_.final_norm);
+            const float* left = rest_ ? rest_->left() + r * hidden_ : left_by_all(r);
+            norm_row(left, normed_.row(r), hidden_, frame_.final_norm);
             normed_.filled(r);
         });
         const bool out = frame_.project_out.outputs > 0;
@@ -294,14 +332,19 @@ private:
     const ModelCall& call_;
     const Frame& frame_;
     const int64_t hidden_;
+    const Narrowed narrowed_;
     StackCall layers_; // the caller's, with the arrays of `moving_` if there are several steps
     Stack stack_;
+    StackCall last_ = {};       // the layers of the rows alone, if there are some
+    std::optional<Stack> rest_; // runs them
+    float* inputs_of_rows_ = nullptr;
     const int64_t *token_ids_, *positions_;
     const Suppressed suppressed_; // empty if no best tokens are wanted
     Moving moving_ = {};
     int64_t* ended_ = nullptr;
     bool stops_ = false; // the callback has requested the end; set by the first thread only
     Input embedded_, normed_, projected_;
+    InputsOfBlocks inputs_;
     float *entering_, *own_;
     float* logits_ = nullptr; // of all rows, if complete logits are needed
     std::optional<Draws> draws_;

@@ -181,6 +181,8 @@ public:
         each_one(team, tokens_, [&](int64_t t) {
             route(moe, logits_ + t * moe.experts, spare_ + 2 * t * moe.experts, weights_ + t * moe.top_k,
                   chosen_ + t * moe.top_k);
+            for (int64_t i = t * moe.top_k; moe.expert_scale && i < (t + 1) * moe.top_k; ++i)
+                weights_[i] *= number_at(moe.expert_scale, moe.expert_scale_dtype, chosen_[i]);
             if (moe.shared_gate.outputs) {
                 const Operand row = {{x + t * hidden, nullptr, hidden, 1}};
                 multiply(row, moe.shared_gate, 0, 1, gates_ + t, 1);

@@ -143,6 +143,27 @@ inline void add_row(float* out, const float* residual, const float* branch, int6
     });
 }
 
+inline float number_at(const void* from, int32_t dtype, int64_t index) {
+    float number;
+    read_row(from, dtype, index, &number, 1);
+    return number;
+}
+
+// x = x * factor.
+inline void multiply_row(float* x, int64_t n, float number) {
+    const Vec factor = Vec::set(number);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const int64_t count = least(n - j, Vec::kWidth);
+        (Vec::load(x + j, count) * factor).store(x + j, count);
+    }
+}
+
+// x = x * the number that a scale holds, if any.
+inline void scale_row(float* x, int64_t n, const Scale& scale) {
+    if (scale.weight)
+        multiply_row(x, n, number_at(scale.weight, scale.dtype, 0));
+}
+
 // Clips a row to [-most, most]. The data is the second operand of min and max, so NaN stays NaN.
 inline void clip_row(float* x, int64_t n, float most) {
     for (int64_t j = 0; j < n; j += Vec::kWidth) {

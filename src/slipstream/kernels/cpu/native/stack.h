@@ -8,7 +8,7 @@ namespace {
 class Stack {
 public:
     Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
-        int64_t hidden = 0, inner = 0, qkv = 0, joined = 0, rounded = 0;
+        int64_t hidden = 0, inner = 0, joined = 0, rounded = 0;
         for (int64_t i = 0; i < call.num_blocks; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
@@ -17,7 +17,6 @@ public:
                 rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
             }
             joined = most(joined, mixes(b) ? b.attn_out.inputs : 0);
-            qkv = most(qkv, attends(b) && !b.latent ? b.qkv.outputs : 0);
             if (replans(i))
                 room_.include(spans(b), heads_of(call_, b), threads);
             if (b.across)
@@ -31,9 +30,9 @@ public:
         entry_ = scratch.part<float>(tokens_ * hidden);
         attended_ = scratch.part<float>(tokens_ * hidden);
         fed_ = scratch.part<float>(tokens_ * hidden);
-        qkv_ = scratch.part<float>(tokens_ * qkv);
         joined_ = scratch.part<float>(tokens_ * joined);
-        const int64_t few = tokens_ < kManyRows ? tokens_ : 0, widest = most(hidden, joined);
+        const int64_t few = tokens_ < kManyRows ? tokens_ : 0;
+        const int64_t widest = most(most(hidden, joined), InputBranch::widest(call));
         products_.take(
             scratch, {tokens_, most(widest, rounded), few, most(widest, inner), few * kMostColumns}, threads);
         if (tokens_ >= kFewestInPanels)
@@ -43,9 +42,11 @@ public:
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
         }
         few_.take(scratch, inner, few);
+        heads_.take(scratch, call);
         latent_.take(scratch, call, threads);
         recurrent_.take(scratch, call, threads);
         experts_.take(scratch, MostOfExperts(call), tokens_, threads);
+        inputs_.take(scratch, call, Vec::kBf16Dot && tokens_ < kManyRows);
         bytes_ = scratch.used();
     }
 
@@ -81,8 +82,14 @@ public:
                 meanwhile();
             if (feeds(b))
                 feed_forward(b, i, team, rank);
+            if (b.inputs)
+                weigh_in(b, i, team, rank);
             each_one(team, tokens_, [&](int64_t t) {
-                leave(b, t);
+                if (b.inputs)
+                    take_in(b, t);
+                else
+                    leave(b, t);
+                scale_row(x_ + t * b.hidden, b.hidden, b.layer_scale);
                 if (i + 1 < call_.num_blocks)
                     enter(call_.blocks[i + 1], t);
                 else
@@ -171,41 +178,10 @@ private:
         else if (b.latent)
             latent_.run(call_, layer, normed_, rounded_, joined_, rounded, room_, team, rank);
         else
-            attend_heads(b, layer, rounded, team, rank);
+            heads_.run(call_, layer, {normed_, rounds_entry(b) ? rounded_ : nullptr, b.hidden, tokens_},
+                       joined_, rounded, products_, room_, team, rank, follows(b.attn_out, team));
         project(products_, {joined_, rounded, b.attn_out.inputs, tokens_}, b.attn_out, attended_, team, rank,
                 b.across ? follows(b.across->q, team) : feed_follows(b, team));
-    }
-
-    void attend_heads(const Block& b, int64_t layer, Bf16* rounded, Team& team, int rank) {
-        const int64_t width = b.qkv.outputs, joined = b.heads * b.head_dim;
-        const Rows rows = {normed_, rounds_entry(b) ? rounded_ : nullptr, b.hidden, tokens_};
-        project(products_, rows, b.qkv, qkv_, team, rank, follows(b.attn_out, team));
-        // Copying past keys and values takes longer, so these items come first.
-        const int64_t copies = call_.step.past ? call_.step.cache_blocks * b.kv_heads : 0;
-        each(team, copies + tokens_, ceil_div(copies + tokens_, 2 * static_cast<int64_t>(team.size())),
-             [&](int64_t begin, int64_t end) {
-                 for (int64_t i = begin; i < end; ++i)
-                     if (i < copies)
-                         copy_past(call_.caches[layer], call_.cache_dtype, call_.step, i, b.head_dim);
-                     else
-                         place(b, layer, i - copies, qkv_ + (i - copies) * width);
-             });
-        const Pages pages = pages_of(call_.step);
-        const Heads heads = heads_of(call_, b);
-        Attention a = call_.caches ? upon_cache(heads, call_.caches[layer], call_.cache_dtype, pages, b.mask)
-                                   : within_rows(heads, qkv_, width, b.mask, b.causal != 0);
-        a.q = {qkv_, kFloat32, 0, width, b.head_dim};
-        a.out = {joined_, kFloat32, 0, joined, b.head_dim};
-        a.rounded = b.gate ? nullptr : rounded;
-        a.pairs = multiplies_pairs(call_.dtype, call_.caches ? call_.cache_dtype : call_.dtype);
-        attend(a, team, rank, room_);
-        if (b.gate)
-            each_one(team, tokens_, [&](int64_t t) {
-                const float* gates = qkv_ + t * width + (b.heads + 2 * b.kv_heads) * b.head_dim;
-                open_heads(b.gate, b.gates_heads, joined_ + t * joined, gates, b.heads, b.head_dim);
-                if (rounded)
-                    copy_row(joined_ + t * joined, rounded + t * joined, joined);
-            });
     }
 
     // The panels to prefetch after a product: of the next matrix, or of the next feed-forward's first one.
@@ -219,6 +195,11 @@ private:
             return follows(b.recurrence->projections[0], team);
         return follows(b.latent && b.latent->query_down.outputs ? b.latent->query_down : b.qkv, team);
     }
+    // Streamed matrices (`turn`) have no address until they are loaded, so they cannot be prefetched.
+    Following next(int64_t layer, const Team& team) const {
+        const bool last = call_.turn || layer + 1 == call_.num_blocks;
+        return last ? Following() : enters(call_.blocks[layer + 1], team);
+    }
     Following feed_follows(const Block& b, const Team& team) const {
         if (!feeds(b))
             return {};
@@ -228,30 +209,6 @@ private:
         return following(feed.first, feed.width, feed.gated ? feed.width : 0, tokens_, team.size());
     }
 
-    // Norms and rotates one token's queries and keys; writes its key and value to the cache, if any.
-    void place(const Block& b, int64_t layer, int64_t t, float* q) {
-        float *k = q + b.heads * b.head_dim, *v = k + b.kv_heads * b.head_dim;
-        auto norms = [&] {
-            norm_heads(q, b.heads, b.head_dim, b.q_norm, b.qk_norm);
-            norm_heads(k, b.kv_heads, b.head_dim, b.k_norm, b.qk_norm);
-        };
-        if (!b.qk_norm_after_rope)
-            norms();
-        if (b.clip != 0.0f)
-            clip_row(q, (b.heads + 2 * b.kv_heads) * b.head_dim, b.clip);
-        if (b.table >= 0) {
-            const Table& table = call_.tables[b.table];
-            const int64_t row = (call_.positions ? call_.positions[t] : t) * table.half;
-            const float *cos = table.cos + row, *sin = table.sin + row;
-            rotate_heads(q, b.heads, b.head_dim, cos, sin, table.half, b.rope_interleaved);
-            rotate_heads(k, b.kv_heads, b.head_dim, cos, sin, table.half, b.rope_interleaved);
-        }
-        if (b.qk_norm_after_rope)
-            norms();
-        if (call_.caches)
-            write_cache(call_.caches[layer], call_.cache_dtype, heads_of(call_, b), call_.step, t, k, v);
-    }
-
     // Cross-attention to the states of an encoder.
     void across(const Block& b, int64_t layer, Team& team, int rank) {
         const Across& c = *b.across;
@@ -259,10 +216,11 @@ private:
         if (rank == 0 && replans_across(layer))
             make_plan(spans_across(call_.step, c), heads_of(call_, b), team, across_room_);
         const Rows rows = {normed_, rounds_rows(c.q, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
-        project(products_, rows, c.q, qkv_, team, rank, follows(c.out, team));
+        float* queries = heads_.projected();
+        project(products_, rows, c.q, queries, team, rank, follows(c.out, team));
         Bf16* rounded = rounds_rows(c.out, tokens_) ? rounded_joined_ : nullptr;
         Attention a = to_states(heads_of(call_, b), c);
-        a.q = {qkv_, kFloat32, 0, joined, b.head_dim};
+        a.q = {queries, kFloat32, 0, joined, b.head_dim};
         a.out = {joined_, kFloat32, 0, joined, b.head_dim};
         a.rounded = rounded;
         a.pairs = multiplies_pairs(call_.dtype, c.dtype);
@@ -324,12 +282,30 @@ private:
         const FeedForward feed = feed_of(b);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         const float* x = apart ? entry_ : normed_;
-        // Streamed matrices (`turn`) have no address until they are loaded, so they cannot be prefetched.
-        const bool last = call_.turn || layer + 1 == call_.num_blocks;
         if (feed.width)
-            feed_all(b, feed, x, team, rank, last ? Following() : enters(call_.blocks[layer + 1], team));
-        if (b.moe)
-            experts_.run(b, x, fed_, feed.width > 0, team, rank);
+            feed_all(b, feed, x, team, rank, b.inputs ? follows(b.inputs->gate, team) : next(layer, team));
+        if (b.moe && b.moe->beside)
+            hear_beside(b, team, rank);
+        else if (b.moe)
+            experts_.run(b, x, x, fed_, feed.width > 0, team, rank);
+    }
+
+    // Adds the experts that are a branch beside the shared ones.
+    void hear_beside(const Block& b, Team& team, int rank) {
+        const Moe& moe = *b.moe;
+        each_one(team, tokens_, [&](int64_t t) {
+            const int64_t at = t * b.hidden;
+            norm_row(x_ + at, entry_ + at, b.hidden, moe.router_norm);
+            multiply_row(entry_ + at, b.hidden, moe.router_scale);
+            norm_row(x_ + at, normed_ + at, b.hidden, moe.entry_norm);
+        });
+        experts_.run(b, entry_, normed_, attended_, false, team, rank);
+        each_one(team, tokens_, [&](int64_t t) {
+            const int64_t at = t * b.hidden;
+            norm_row(fed_ + at, fed_ + at, b.hidden, moe.shared_norm);
+            norm_row(attended_ + at, attended_ + at, b.hidden, moe.norm);
+            add_row(fed_ + at, fed_ + at, attended_ + at, b.hidden, 1.0f, Scale{});
+        });
     }
 
     void feed_all(const Block& b, const FeedForward& feed, const float* x, Team& team, int rank,
@@ -369,6 +345,24 @@ private:
         add(b, x_ + at, x_ + at, attended_ + at, b.attn_scale);
     }
 
+    // Computes the branch of the block's own inputs, from the sum of the other two.
+    void weigh_in(const Block& b, int64_t layer, Team& team, int rank) {
+        const bool rounds = rounds_rows(b.inputs->gate, tokens_);
+        each_one(team, tokens_, [&](int64_t t) {
+            leave(b, t);
+            if (rounds)
+                copy_row(x_ + t * b.hidden, rounded_ + t * b.hidden, b.hidden);
+        });
+        inputs_.run(call_, layer, {x_, rounds ? rounded_ : nullptr, b.hidden, tokens_}, fed_, products_, team,
+                    rank, follows(b.inputs->out, team), next(layer, team));
+    }
+
+    void take_in(const Block& b, int64_t t) {
+        const int64_t at = t * b.hidden;
+        norm_row(fed_ + at, fed_ + at, b.hidden, b.inputs->norm);
+        add_row(x_ + at, x_ + at, fed_ + at, b.hidden, 1.0f, Scale{});
+    }
+
     static void add(const Block& b, float* out, const float* residual, const float* branch,
                     const Scale& scale) {
         add_row(out, residual, branch, b.hidden, b.residual_scale, scale);
@@ -377,14 +371,16 @@ private:
     const StackCall& call_;
     const int64_t tokens_;
     AttentionRoom room_, across_room_;
-    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_;
+    float *x_, *normed_, *entry_, *attended_, *fed_, *joined_;
     char* packed_inner_ = nullptr; // rows packed into panels
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr;
     ProductRoom products_;
     FewScratch few_;
+    HeadAttention heads_;
     LatentAttention latent_;
     Recurrent recurrent_;
     Experts experts_;
+    InputBranch inputs_;
     int64_t bytes_;
 };
 

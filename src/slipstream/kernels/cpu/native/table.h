@@ -69,7 +69,9 @@
 #include "routing.h"
 #include "experts.h"
 #include "linear.h"
+#include "inputs.h"
 #include "latent.h"
+#include "heads.h"
 #include "recurrence.h"
 #include "stack.h"
 #include "sequences.h"
@@ -81,6 +83,8 @@
 #include "screen.h"
 #include "top_k_top_p.h"
 #include "sampling.h"
+#include "embeddings.h"
+#include "narrow.h"
 #include "frame.h"
 // clang-format on
 

@@ -1,0 +1,98 @@
+// The last part of a model on fewer rows: once all keys and values are written, only the tokens whose logits
+// are computed go on. These are the feed-forward of the last layer that writes some, and the layers after it,
+// which borrow keys and values or have none.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+namespace slipstream {
+namespace {
+
+class Narrowed {
+public:
+    // Splits the layers of a call. Does nothing unless some tokens go no further than the keys and values.
+    explicit Narrowed(const ModelCall& call) {
+        const StackCall& stack = call.stack;
+        const Step& step = stack.step;
+        if (call.rows >= step.tokens || stack.turn || step.past || (call.entered && call.num_entered > 1))
+            return;
+        int64_t first = stack.num_blocks; // of those after the last that writes
+        while (first > 0 && !writes(stack.blocks[first - 1]))
+            --first;
+        const bool splits = first > 0 && separable(stack.blocks[first - 1]);
+        if ((first == stack.num_blocks && !splits) || !follow(call))
+            return;
+        front_.assign(stack.blocks, stack.blocks + first);
+        back_.assign(stack.blocks + (splits ? first - 1 : first), stack.blocks + stack.num_blocks);
+        if (splits) {
+            front_.back().branches = kOnlyAttention;
+            front_.back().moe = nullptr;
+            front_.back().inputs = nullptr;
+            front_.back().layer_scale = {};
+            back_.front().branches = kOnlyFeed;
+        }
+        skipped_ = stack.num_blocks - static_cast<int64_t>(back_.size());
+    }
+
+    bool any() const { return !back_.empty(); }
+
+    // The layers that all tokens go through.
+    StackCall front(const StackCall& call) const {
+        StackCall all = call;
+        if (any())
+            all.blocks = front_.data(), all.num_blocks = static_cast<int64_t>(front_.size());
+        return all;
+    }
+
+    // The layers of the rows alone; without the blocks' own inputs.
+    StackCall back(const StackCall& call) const {
+        StackCall few = call;
+        few.blocks = back_.data(), few.num_blocks = static_cast<int64_t>(back_.size());
+        few.caches = call.caches + skipped_;
+        few.positions = positions_.data();
+        few.inputs = nullptr;
+        few.step.tokens = few.step.sequences = static_cast<int64_t>(lens_.size());
+        few.step.query_starts = starts_.data();
+        few.step.kv_lens = lens_.data();
+        few.step.block_table = pages_.data();
+        few.step.slots = nullptr; // nothing is written
+        few.step.states = nullptr;
+        return few;
+    }
+
+    // Number of layers before the first of `back`, of which that may be a part.
+    int64_t skipped() const { return skipped_; }
+
+private:
+    static bool writes(const Block& b) { return mixes(b) && b.keys_values != kBorrowed; }
+
+    static bool separable(const Block& b) {
+        return b.branches == kBothBranches && !b.post && !b.parallel && !b.across;
+    }
+
+    // Makes the step of the rows; returns false unless each row is the last token of a sequence of its own.
+    bool follow(const ModelCall& call) {
+        const Step& step = call.stack.step;
+        starts_.push_back(0);
+        for (int64_t n = 0, r = 0; n < step.sequences && r < call.rows; ++n) {
+            const int64_t row = call.logit_rows[r];
+            if (step.query_starts[n] == step.query_starts[n + 1] || step.query_starts[n + 1] - 1 != row)
+                continue;
+            positions_.push_back(call.stack.positions ? call.stack.positions[row] : row);
+            lens_.push_back(step.kv_lens[n]);
+            const int32_t* pages = step.block_table + n * step.table_width;
+            pages_.insert(pages_.end(), pages, pages + step.table_width);
+            starts_.push_back(static_cast<int32_t>(++r));
+        }
+        return static_cast<int64_t>(lens_.size()) == call.rows;
+    }
+
+    std::vector<Block> front_, back_;
+    std::vector<int32_t> starts_, lens_, pages_;
+    std::vector<int64_t> positions_;
+    int64_t skipped_ = 0;
+};
+
+} // namespace
+} // namespace slipstream

@@ -1,0 +1,83 @@
+"""Runs layers over packed tokens and a paged cache: the definition of what native stacks and graphs do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from slipstream.model.block.block import Block, Mix, RopeTable
+from slipstream.model.block.gate import Turning
+from slipstream.model.block.latent_attention import attend_paged
+from slipstream.ops.kv_cache import CachePart, write_cache
+from slipstream.ops.step import Step
+from slipstream.spec import Role, Rope
+
+__all__ = ["piece_of", "run_stack"]
+
+
+def piece_of(inputs: Tensor | None, index: int) -> Tensor | None:
+    """Return the inputs of one layer, `(T, 1, P)`, from those of all, `(T, layers, P)`; None for None."""
+    return None if inputs is None else inputs[:, index : index + 1]
+
+
+def run_stack(
+    blocks: Sequence[Block],
+    x: Tensor,
+    step: Step,
+    caches: Sequence[tuple[CachePart, CachePart]],
+    tables: dict[Rope, RopeTable],
+    inputs: Tensor | None = None,
+) -> Tensor:
+    """Run every layer over packed tokens and the paged cache.
+
+    This is the definition of the largest op: everything it needs is in its arguments, so that one native
+    call, or a captured graph, can replace it.
+
+    Args:
+        blocks: The layers in order.
+        x: `(T, C)`.
+        step: Lengths, slots and block table.
+        caches: `(k, v)` of each layer, with latent attention `(latents, keys)`, with a recurrence its states
+            twice; of a layer that borrows, those of the layer that lends; updated in place.
+        tables: From `Frame.angles`.
+        inputs: `(T, layers, P)` from `Frame.layer_inputs`, if the layers have inputs of their own.
+
+    Returns:
+        `(T, C)`, the output of the last layer.
+    """
+    for index, (block, pair) in enumerate(zip(blocks, caches, strict=True)):
+
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            angles: RopeTable | None,
+            block: Block = block,
+            caches: tuple[CachePart, CachePart] = pair,
+        ) -> Tensor:
+            ops, spec = block.ops, block.spec
+            if (latent := spec.latent) is not None:
+                write_cache(k, v, *caches, step.slots)
+                up = block.weights.matrices[Role.KV_UP].dense().to(q.dtype)
+                return attend_paged(q, caches, step, up, latent=latent, scale=spec.scale)
+            pairs = spec.rope is not None and spec.rope.interleaved
+            if spec.sharing == "borrows":
+                q = q if angles is None else ops.rope.run(q, *angles, interleaved=pairs)
+                return ops.paged_attention.run(q, *caches, step, mask=block.mask)  # type: ignore[no-any-return]
+            q = ops.rope_cache.run(q, k, v, *caches, step.slots, tables=angles, interleaved=pairs)
+            return ops.paged_attention.run(q, *caches, step, mask=block.mask)  # type: ignore[no-any-return]
+
+        mix = None if block.spec.recurrence is None else _recurrent(block, step, pair[0])
+        table = None if block.spec.rope is None else tables[block.spec.rope]
+        own = None if inputs is None or not block.spec.inputs else inputs[:, index]
+        x = block(x, table, Turning(attend), mix=mix, positions=step.positions, inputs=own)
+    return x
+
+
+def _recurrent(block: Block, step: Step, states: CachePart) -> Mix:
+    """Return what replaces the attention of a block with a recurrence, on `(T, C)`."""
+    part = block.part
+    if part is None or not isinstance(states, Tensor):
+        raise AssertionError("a block with a recurrence runs without its mixer or its states")
+    return lambda x: part(x, step, states, block.ops.linear.run)
