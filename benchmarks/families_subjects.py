@@ -104,6 +104,11 @@ def _decoder(name: str, shape: Mapping[str, Any]) -> Subject:
     return Subject("decoder", f"{name}ForCausalLM", f"{name}Config", shape)
 
 
+def _gemma4(width: int, ffn: int, layers: int, heads: tuple[int, int], **others: Any) -> Subject:
+    shape = _llama(width, ffn, layers, heads, sliding_window=512, **others)
+    return Subject("decoder", "Gemma4ForCausalLM", "Gemma4TextConfig", shape)
+
+
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 4, "moe_intermediate_size": 256}
 _GROUPED = {**_EXPERTS, "n_routed_experts": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _LINEAR: dict[str, Any] = {
@@ -153,12 +158,41 @@ _DECODERS = {
         "Gemma3TextConfig",
         _llama(640, 2048, 18, (4, 1), head_dim=256, sliding_window=512),
     ),
+    # Half of the layers borrow keys and values; each has an input of its own.
+    "gemma4": _gemma4(
+        768,
+        3072,
+        12,
+        (8, 1),
+        head_dim=128,
+        global_head_dim=256,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 3,
+        hidden_size_per_layer_input=128,
+        vocab_size_per_layer_input=32000,
+        num_kv_shared_layers=6,
+        use_double_wide_mlp=True,
+    ),
     "granite": _decoder("Granite", _llama(768, 2048, 12, (12, 4))),
     "olmo2": _decoder("Olmo2", _llama(768, 2048, 12, (12, 12))),
     # Mixtures of experts.
     "mixtral": _decoder("Mixtral", _llama(512, 1024, 8, (8, 4))),
     "qwen3_moe": _decoder("Qwen3Moe", _llama(512, 1024, 8, (8, 4), head_dim=64, num_experts=32, **_EXPERTS)),
     "gpt_oss": _decoder("GptOss", _llama(512, 512, 8, (8, 4), head_dim=64, num_local_experts=8)),
+    "gemma4_moe": _gemma4(
+        512,
+        1024,
+        8,
+        (8, 4),
+        head_dim=64,
+        global_head_dim=128,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 2,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=32,
+        top_k_experts=4,
+        moe_intermediate_size=256,
+    ),
     "glm4_moe": _decoder("Glm4Moe", _llama(512, 1024, 8, (8, 4), head_dim=64, **_GROUPED)),
     # Latent attention, linear attention, short convolutions, a state space.
     "deepseek_v3": _decoder("DeepseekV3", _llama(512, 1024, 8, (8, 8), **_GROUPED)),

@@ -51,7 +51,8 @@ class Rope:
         interleaved: Pairs are `(0, 1), (2, 3), ...` when true, `(0, dim/2), (1, dim/2 + 1), ...` when false.
         table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is
             `[a a b b ...]`, "half" has each angle once.
-        layer_type: Passed to the rotary module where it keeps one table per type of layer.
+        layer_type: Passed to the rotary module where it keeps one table per type of layer; or names the
+            layer's own rotary module (`FrameSpec.rotaries`).
         source: "module" calls the model's rotary module; "buffer" reads the attention's own `[sin | cos]`
             table.
         backwards: Pairs are rotated by the negative of their angles.

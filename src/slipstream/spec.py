@@ -282,6 +282,7 @@ class FrameSpec:
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.
         rotary: The rotary module.
+        rotaries: Rotary modules of single types of layers, as pairs of `Rope.layer_type` and path.
         embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where
             `embed_scale_rounded`.
         embed_scale_rounded: The original rounds `embed_scale` to the embedding's dtype before multiplying.
@@ -311,6 +312,7 @@ class FrameSpec:
     project_in: str | None = None
     project_out: str | None = None
     rotary: str | None = None
+    rotaries: tuple[tuple[str, str], ...] = ()
     embed_scale: float = 1.0
     embed_scale_rounded: bool = False
     logit_scale: float = 1.0

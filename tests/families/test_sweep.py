@@ -32,14 +32,23 @@ APART = frozenset(
         "swin",
         "swinv2",
         "mlcd_vision_model",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "ministral3",
     }
 )
 """Families whose layers do not run together in a forward without a cache: they receive biases or masks that
-weight keys, or have their own rotary angles or windows. The layers of all other families that the library
-accepts do, with right-padded rows in one native call."""
+weight keys, have their own rotary angles or windows, scale queries by position or share keys and values.
+The layers of all other families that the library accepts do, with right-padded rows in one native call."""
 
-WITHOUT_BIAS = ("beit", "data2vec-vision")
-"""Variants of those families that receive no bias."""
+JOINED = (
+    "beit",
+    "data2vec-vision",
+    "gemma4_text no own inputs",
+    "gemma4_unified_text no own inputs",
+    "gemma4_unified_text keys as values",
+)
+"""Variants of those families whose layers run together after all."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
@@ -62,14 +71,18 @@ def test_family_answers_like_the_original(
     if refuse("avx2") is None and not _is_pair(variant[1]):
         # Gemma and AIMv2 pass causal masks to non-causal layers; such a mask is more than padding.
         name = label(variant)
-        apart = (variant[0].name in APART and name not in WITHOUT_BIAS) or name.startswith(
+        apart = (variant[0].name in APART and name not in JOINED) or name.startswith(
             ("falcon rw", "gemma bidirectional", "gemma2 bidirectional", "aimv2 text")
         )
         # YOLOS adds positions to the states between its layers, and HRM runs two stacks in turns; one variant
         # of LFM2 has a convolution between two layers with attention, one of Nemotron-H experts before it,
-        # which get other arguments.
+        # which get other arguments; in one of Gemma 4 every other layer has values that are its keys.
         between = variant[0].name in ("yolos", "hrm_text")
-        between = between or name in ("lfm2_moe no correction, scaled", "nemotron_h")
+        between = between or name in (
+            "lfm2_moe no correction, scaled",
+            "nemotron_h",
+            "gemma4_unified_text keys as values",
+        )
         if row.calls != "refused":
             assert ("+" in row.calls) == between and (row.calls == "-") == apart, row.calls
 

@@ -547,7 +547,8 @@ def test_angles_are_made_once_and_again_when_what_they_are_made_of_changes(llama
     """Generations share a table; frequencies or factors that were written to count from the next one on."""
     frame: Any = llama.plain.frame
     asked = 0
-    frequencies, own = frame.rotary.inv_freq, frame.rotary.forward
+    rotary: Any = next(frame.rotary.modules())
+    frequencies, own = rotary.inv_freq, rotary.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal asked
@@ -563,18 +564,18 @@ def test_angles_are_made_once_and_again_when_what_they_are_made_of_changes(llama
 
     kept = frequencies.clone()
     try:
-        frame.rotary.forward = counted
+        rotary.forward = counted
         begin_and_agree()
         assert begin_and_agree() == 0
         frequencies.data.mul_(0.5)
         assert begin_and_agree() == 1
-        frame.rotary.attention_scaling = 0.7
+        rotary.attention_scaling = 0.7
         assert begin_and_agree() == 1
         assert begin_and_agree() == 0
     finally:
-        frame.rotary.attention_scaling = 1.0
+        rotary.attention_scaling = 1.0
         frequencies.data.copy_(kept)
-        del frame.rotary.forward
+        del rotary.forward
 
 
 def test_two_engines_in_two_threads_give_their_own_answers() -> None:

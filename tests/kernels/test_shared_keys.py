@@ -1,4 +1,4 @@
-"""Keys and values that layers share, inputs of single layers, experts beside shared ones; prompts' last layers."""
+"""Shared keys and values, layers' own inputs, experts beside shared ones; the last layers of prompts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NARROWED = [
     "gptj",
     "olmo2",
 ]
-"""Sequential and parallel branches, experts, norms before and after; a feed-forward that is a layer by itself."""
+"""Sequential and parallel branches, experts, norms before and after; feed-forwards that are layers."""
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
@@ -197,7 +197,7 @@ def test_placeholders_are_embedded_as_another_token(name: str) -> None:
 
 
 def _block(call: Any) -> Any:
-    return call.blocks[2]  # the first that borrows
+    return call.blocks[min(2, call.num_blocks - 1)]  # the first that borrows
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], tuple[Any, str, Any]]]] = {
@@ -222,10 +222,16 @@ CHANGES: dict[str, tuple[str, Callable[[Any], tuple[Any, str, Any]]]] = {
     "inputs of a norm behind": ("gemma4_text shared", lambda c: (_block(c), "post", 1)),
     "inputs with a gate of two": ("gemma4_text shared", lambda c: (_block(c), "activation", 12)),
     "inputs for none": ("gemma4_text no own inputs", lambda c: (c, "inputs", 64)),
+    "growth without places": ("ministral3", lambda c: (c, "places", None)),
+    "growth with a period of 0": ("ministral3", lambda c: (c.blocks[1], "growth_period", 0.0)),
+    "growth from before the start": ("ministral3", lambda c: (c.blocks[1], "growth_offset", -1.0)),
     "a scale of no dtype": ("gemma4_text shared", lambda c: (_block(c).layer_scale, "dtype", 9)),
     "a scale at an odd place": ("gemma4_text shared", lambda c: (_block(c).layer_scale, "weight", 65)),
     "experts beside none": ("gemma4_text experts", lambda c: (_block(c).moe.contents, "shared", 0)),
-    "experts neither beside nor not": ("gemma4_text experts", lambda c: (_block(c).moe.contents, "beside", 2)),
+    "experts in a third way": (
+        "gemma4_text experts",
+        lambda c: (_block(c).moe.contents, "beside", 2),
+    ),
     "norms of experts that are not beside": (
         "gemma4_text experts",
         lambda c: (_block(c).moe.contents, "beside", 0),

@@ -5,20 +5,40 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, MOE_RECIPES, llama_windowed, rope, tiny
+from slipstream.families.common import (
+    LLAMA_RECIPES,
+    MOE_RECIPES,
+    llama_frame,
+    llama_windowed,
+    rope,
+    tiny,
+)
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Role
+from slipstream.spec import BlockSpec, FrameSpec, MoE, Role
 from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
+    theta = config.layer_rope_theta[index]
     return llama_windowed(
         config,
         index,
         scale=float(config.attention_multiplier),
         residual_scale=float(config.residual_multiplier),
         sinks=True,
-        rope=rope(config) if config.layer_rope_theta[index] else None,
+        rope=rope(config, layer_type=str(theta)) if theta else None,
+    )
+
+
+def _frame(config: Config) -> FrameSpec:
+    # One module for each theta, in ascending order; `model.rotary_emb` is not used.
+    thetas = sorted({theta for theta in config.layer_rope_theta if theta})
+    return llama_frame(
+        config,
+        rotary=None,
+        rotaries=tuple((str(theta), f"model.rotary_embs.{i}") for i, theta in enumerate(thetas)),
+        embed_scale=float(config.embedding_multiplier),
+        logit_scale=1 / config.logits_scaling,
     )
 
 
@@ -41,6 +61,7 @@ _TINY: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_THETAS: dict[str, Any] = {"layer_rope_theta": [1e4, 0.0, 5e2]}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 FAMILIES = (
@@ -48,13 +69,18 @@ FAMILIES = (
         name="granite_swa",
         layers=("GraniteSWADecoderLayer",),
         spec=_spec,
+        frame=_frame,
         recipes={**LLAMA_RECIPES, **_SINKS},
-        tiny=(tiny("GraniteSWAForCausalLM", "GraniteSWAConfig", **_TINY),),
+        tiny=(
+            tiny("GraniteSWAForCausalLM", "GraniteSWAConfig", **_TINY),
+            tiny("GraniteSWAForCausalLM", "GraniteSWAConfig", label="thetas", **_TINY, **_THETAS),
+        ),
     ),
     Family(
         name="granitemoe_swa",
         layers=("GraniteMoeSWADecoderLayer",),
         spec=_sparse,
+        frame=_frame,
         recipes={
             **MOE_RECIPES,
             **_SINKS,

@@ -147,6 +147,7 @@ class CrossAttendingStack:
         step: Step,
         caches: Sequence[tuple[CachePart, CachePart]],
         tables: dict[Rope, RopeTable],
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run the layers as `run_stack` does, with cross-attention as a third branch in each."""
         shared: Tensor | None = None

@@ -65,7 +65,6 @@ _UNKNOWN = (
     "carry",
     "course",
     "feeder",
-    "growth",
     "inner_norms",
     "twice",
 )
@@ -154,6 +153,10 @@ def _refuse_keys_values(spec: BlockSpec) -> str | None:
     plain = spec.values == "own" and spec.sharing != "borrows" and not spec.value_norm
     if not plain and (spec.latent is not None or spec.clip_qkv is not None or spec.mixer is not None):
         return "shared or normalised values of latents, of mixers, or with clipping are not supported"
+    if (growth := spec.growth) is not None and (
+        spec.latent is not None or spec.mixer is not None or growth.period <= 0 or growth.offset < 0
+    ):
+        return f"{growth!r} is not supported"
     if spec.inputs and (spec.place == "post" or spec.parallel or spec.activation == "swiglu_oai"):
         return "per-layer inputs of post-norm or parallel layers are not supported"
     return None
@@ -283,6 +286,9 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
     struct.keys_values = KEYS_VALUES[keys_values]
     if spec.value_norm and keys_values != "borrows":
         struct.v_norm = abi.Norm(eps=spec.norm.eps, kind=1)
+    if (growth := spec.growth) is not None:
+        struct.growth, struct.growth_period = growth.slope, growth.period
+        struct.growth_offset = growth.offset
     if spec.inputs:
         struct.inputs = ctypes.pointer(_inputs(block, memory))
     if spec.latent is not None:

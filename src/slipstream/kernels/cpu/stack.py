@@ -142,7 +142,7 @@ class NativeStack:
             return False
         spec = block.spec
         alone = spec.recurrence is None and spec.sharing == "own" and spec.values == "own"
-        return alone and not spec.inputs
+        return alone and not spec.inputs and spec.growth is None
 
     def kind(self, block: Any) -> int | None:
         """Return the index of the first block with the same spec; None if `block` is not in this stack."""
@@ -172,6 +172,8 @@ class NativeStack:
         return (
             len(ours) == len(blocks) == len(caches)
             and all(block.spec.causal for block in ours)
+            and step.positions.dtype == torch.int64
+            and step.positions.is_contiguous()
             and all(a is b for a, b in zip(ours, blocks, strict=True))
             and x.dtype in DTYPES
             and x.device.type == "cpu"
@@ -198,7 +200,7 @@ class NativeStack:
         call.blocks = ctypes.pointer(abi.Block.from_buffer(prepared.blocks, size))
         call.num_blocks = len(ours)
         call.tables, call.num_tables = rows, len(angles)
-        call.step = step_over(ours, caches, step)
+        call.places, call.step = step.positions.data_ptr(), step_over(ours, caches, step)
         call.caches, call.cache_dtype = pages_of_layers(ours, caches)
         self._call(call, ours)
         del angles

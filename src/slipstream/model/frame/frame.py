@@ -5,9 +5,8 @@ Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 
 from slipstream.model.block.block import RopeTable
 from slipstream.model.frame.embed_scale import EmbedScale
+from slipstream.model.frame.rotary import Rotary
 from slipstream.model.fused.layer_changes import modules_of, numbers_of
 from slipstream.model.weights.packed import weight_of
 from slipstream.ops import Ops
 from slipstream.ops.linear import Weight, times
-from slipstream.ops.rope import both_tables, half_tables
 from slipstream.spec import FrameSpec, Rope
 from slipstream.weights.load import Vector
 
@@ -28,9 +27,6 @@ __all__ = ["Frame"]
 
 _MATRICES = ("embed", "project_in", "project_out", "head", "inputs_embed", "inputs_project")
 _NORMS = ("embed_norm", "final_norm", "inputs_norm")
-
-_FIXED_ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
-"""Rope types whose angles depend on the position alone."""
 
 
 class Frame:
@@ -58,7 +54,7 @@ class Frame:
         def part(name: str | None) -> Any:
             return None if name is None else self._parts.setdefault(name, model.get_submodule(name))
 
-        self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
+        self.embed, self.head = part(spec.embed), part(spec.head)
         for name in (spec.embed, spec.head):
             if not isinstance(getattr(held := self._parts[name], "weight", None), Tensor):
                 raise AttributeError(f"{name} ({type(held).__name__}) does not hold a single matrix")
@@ -71,16 +67,16 @@ class Frame:
         self.inputs_embed = None if inputs is None else part(inputs.embed)
         self.inputs_project = None if inputs is None else part(inputs.project)
         self.inputs_norm = None if inputs is None else part(inputs.norm)
-        self._rope_table = rope_table
+        by_type: dict[str | None, Any] = {kind: part(path) for kind, path in spec.rotaries}
+        if spec.rotary is not None:
+            by_type[None] = part(spec.rotary)
+        self.rotary = Rotary(by_type, self.layers, rope_table)
         around = {"", *(path[:i] for path in self._parts for i in range(len(path)) if path[i] == ".")}
         self._forwards = {name: _own_forward(model, name) for name in (*self._parts, *sorted(around))}
-        self._by_type = (
-            self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
-        )
         self._scale = EmbedScale(self.embed, spec.embed_scale, rounded=spec.embed_scale_rounded)
         self._inputs_scale = None if inputs is None else EmbedScale(self.inputs_embed, inputs.embed_scale)
         # Some rotary modules keep a running maximum of the length as an attribute.
-        excluded = {*self.layers, *(() if self.rotary is None else self.rotary.modules())}
+        excluded = {*self.layers, *self.rotary.modules()}
         self._numbers = numbers_of(part for part in modules_of(model, self.layers) if part not in excluded)
 
     def replaced(self, model: nn.Module) -> str | None:
@@ -111,15 +107,12 @@ class Frame:
     @property
     def most_angles(self) -> int | None:
         """Number of positions that the layers' own table of angles covers; None where there is none."""
-        return None if self._rope_table is None else int(self._layer_table().shape[0])
+        return self.rotary.most_positions
 
     @property
     def angles_share_a_length(self) -> bool:
         """Whether a token's angles depend on the longest sequence of the batch (dynamic and long rope)."""
-        kinds = getattr(self.rotary, "rope_type", None)
-        return not _FIXED_ROPES.issuperset(
-            kinds.values() if isinstance(kinds, dict) else {kinds or "default"}
-        )
+        return self.rotary.shares_a_length
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embed packed tokens.
@@ -167,7 +160,7 @@ class Frame:
             x: `(T, C)`, from `enter`.
         """
         spec = self.spec.inputs
-        if spec is None:
+        if spec is None or self.inputs_embed is None:
             return None
         projected = self._linear(self.inputs_project, x) * spec.project_scale
         projected = self._norm(self.inputs_norm, projected.unflatten(-1, (-1, spec.width)))
@@ -238,40 +231,15 @@ class Frame:
         Returns:
             Tables `(T, R / 2)` by rope.
         """
-        tables: dict[Rope, RopeTable] = {}
-        for rope in ropes:
-            if rope is None or rope in tables:
-                continue
-            if rope.source == "buffer":
-                sin, cos = self._layer_table()[positions].chunk(2, dim=-1)
-            else:
-                extra = {"layer_type": rope.layer_type} if self._by_type else {}
-                probe = torch.empty(1, dtype=torch.float32, device=positions.device)
-                cos, sin = both_tables(self._turned(probe, positions, extra))
-                cos, sin = half_tables(cos[0], sin[0], rope)
-            tables[rope] = (cos, sin)
-        return tables
-
-    def _turned(self, probe: Tensor, positions: Tensor, extra: Mapping[str, Any]) -> Any:
-        try:
-            return self.rotary(probe, positions[None], **extra)
-        except IndexError:  # some modules read positions in time, height and width, which are equal for text
-            return self.rotary(probe, positions.expand(3, 1, -1), **extra)
+        return self.rotary.angles(positions, ropes)
 
     def angle_tables(self) -> list[Tensor]:
         """Return the tensors that the angles are computed from."""
-        tensors = [] if self.rotary is None else [*self.rotary.buffers(), *self.rotary.parameters()]
-        return tensors if self._rope_table is None else [*tensors, self._layer_table()]
+        return self.rotary.tables()
 
     def angle_numbers(self) -> tuple[tuple[str, Any], ...]:
-        """Return the plain attributes of the rotary module, on which its angles may depend."""
-        plain = () if self.rotary is None else vars(self.rotary).items()
-        return tuple((name, value) for name, value in plain if isinstance(value, int | float | str))
-
-    def _layer_table(self) -> Tensor:
-        if self._rope_table is None:
-            raise AssertionError("the family has no rope_table")
-        return self.layers[0].get_buffer(self._rope_table)
+        """Return the plain attributes of the rotary modules, on which the angles may depend."""
+        return self.rotary.numbers()
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:

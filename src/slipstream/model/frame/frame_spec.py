@@ -48,7 +48,8 @@ def frame_within(spec: FrameSpec, layers: str) -> FrameSpec | None:
         return prefix + name.removeprefix(base) if name is not None and name.startswith(base) else name
 
     paths: dict[str, Any] = {name: moved(getattr(spec, name)) for name in _PATHS}
+    paths["rotaries"] = tuple((kind, moved(path)) for kind, path in spec.rotaries)
     if (inputs := spec.inputs) is not None:
-        own = {name: moved(getattr(inputs, name)) for name in ("embed", "project", "norm")}
+        own: dict[str, Any] = {name: moved(getattr(inputs, name)) for name in ("embed", "project", "norm")}
         paths["inputs"] = dataclasses.replace(inputs, **own)
     return dataclasses.replace(spec, **paths)

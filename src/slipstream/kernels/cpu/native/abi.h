@@ -134,6 +134,7 @@ struct StackCall {
     const Table* tables;
     int64_t num_tables;
     const int64_t* positions; // `(T,)`: each token's row in the tables; null: token t has row t
+    const int64_t* places;    // `(T,)`: positions within the sequences; only read by blocks with `growth`
     // `Block::inputs` of all tokens: those of block i begin at inputs + token * inputs_stride + i * P, with
     // the same P in all blocks that have them; null where none does
     const float* inputs;

@@ -153,14 +153,17 @@ struct Block {
     int32_t table;            // index into `StackCall::tables`, -1: no rotary embedding
     int32_t rope_interleaved; // pairs of dims are (2 i, 2 i + 1); otherwise (i, half + i)
     float residual_scale;     // multiplies the output of attention and feed-forward
-    float clip;     // queries, keys and values are clipped to [-clip, clip] before rotation; 0: no clipping
+    float clip; // queries, keys and values are clipped to [-clip, clip] before rotation; 0: no clipping
+    // Queries are multiplied by 1 + growth * log(1 + floor((position + growth_offset) / growth_period)) after
+    // norm and rotation; growth 0: not, and the other two are not read
+    float growth, growth_period, growth_offset;
     int32_t causal; // 0: a token also sees later ones; only without a cache
     // A `Gate` of the attention's output, whose inputs are the last rows of `qkv`: one per channel of the
     // query heads, or with `gates_heads` one per head.
     int32_t gate, gates_heads;
     int32_t branches;
     // Where keys and values come from (`KeysValues`); other than kOwnValues only with caches.
-    int32_t keys_values;
+    int32_t keys_values, unused;
     Mask mask;
     Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
     Scale layer_scale;           // one number, `(1,)`, of the block's output

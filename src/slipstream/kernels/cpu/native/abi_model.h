@@ -96,7 +96,8 @@ struct SketchCall {
 // what `stack.step` points to. The call ends early after a step in which a sequence's token is one of `ends`,
 // or no token could be drawn.
 struct ModelCall {
-    // `x`, `out` and `inputs` are not used; `dtype` only selects how attention multiplies with int8 caches
+    // `x`, `out`, `inputs` and `places` are not used; `dtype` only selects how attention multiplies with int8
+    // caches
     StackCall stack;
     const Frame* frame;
     const int64_t *token_ids, *positions; // `(T,)`, positions from 0

@@ -321,14 +321,15 @@ Status check(const PagedAttentionCall& call) {
 }
 
 Status check(const StackCall& call) {
-    const Status status = first_of(layers(call), given_inputs(call));
+    const Status status = first_of(layers(call), first_of(given_inputs(call), places(call)));
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 
 Status check(const TextCall& call) {
     if (call.stack.caches || call.stack.inputs || width_of_inputs(call.stack))
         return kUnsupported;
-    const Status status = first_of(layers(call.stack), tensor(call.stack.out, call.stack.dtype));
+    const Status status =
+        first_of(first_of(layers(call.stack), places(call.stack)), tensor(call.stack.out, call.stack.dtype));
     return status != kOk ? status : around(call);
 }
 

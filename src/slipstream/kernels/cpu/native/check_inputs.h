@@ -40,6 +40,14 @@ Status given_inputs(const StackCall& call) {
     return call.inputs_stride >= call.num_blocks * width && call.inputs_stride < kLargest ? kOk : kShape;
 }
 
+// The positions that blocks with `growth` read.
+Status places(const StackCall& call) {
+    for (int64_t i = 0; i < call.num_blocks; ++i)
+        if (call.blocks[i].growth != 0.0f && !call.places)
+            return kNull;
+    return is_aligned(call.places, 8) ? kOk : kAlignment;
+}
+
 // A table of embeddings, with one row per token id.
 Status embedding(const Matrix& m, int64_t width) {
     const Status status = exact_matrix(m, m.outputs, width);

@@ -134,6 +134,9 @@ Status projections(const Block& b, const StackCall& call) {
         return kUnsupported;
     if (b.keys_values != kOwnValues && (!call.caches || b.clip != 0.0f || b.latent || b.recurrence))
         return kUnsupported;
+    if (b.growth != 0.0f &&
+        (b.latent || b.recurrence || !(b.growth_period > 0.0f) || !(b.growth_offset >= 0.0f)))
+        return kUnsupported;
     if (b.v_norm.kind != kNoNorm && (b.latent || b.recurrence))
         return kUnsupported;
     if (const Status status = norm(b.v_norm, b.head_dim, b.head_dim); status != kOk)

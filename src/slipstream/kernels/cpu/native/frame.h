@@ -21,6 +21,7 @@ public:
         embedded_.take(scratch, frame_.project_in, in ? tokens : 0, threads);
         entering_ = scratch.part<float>(in ? tokens * hidden_ : 0);
         inputs_.take(scratch, frame_, call.stack.num_blocks, tokens, threads);
+        layers_.places = positions_;
         layers_.inputs = inputs_.inputs();
         layers_.inputs_stride = inputs_.stride();
         normed_.take(scratch, out ? frame_.project_out : frame_.head, rows, threads);

@@ -2,6 +2,8 @@
 // normed input to the heads' joined output.
 #pragma once
 
+#include <cmath>
+
 namespace slipstream {
 namespace {
 
@@ -91,8 +93,15 @@ private:
         }
         if (b.qk_norm_after_rope)
             norms();
+        if (b.growth != 0.0f)
+            multiply_row(q, b.heads * b.head_dim, growth(b, call.places[t]));
         if (call.caches && !borrows)
             write_cache(call.caches[layer], call.cache_dtype, heads_of(call, b), call.step, t, k, v);
+    }
+
+    static float growth(const Block& b, int64_t position) {
+        const float steps = std::floor((static_cast<float>(position) + b.growth_offset) / b.growth_period);
+        return 1.0f + b.growth * std::log1p(steps);
     }
 
     float *projected_ = nullptr, *values_ = nullptr;

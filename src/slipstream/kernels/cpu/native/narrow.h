@@ -51,6 +51,7 @@ public:
         few.blocks = back_.data(), few.num_blocks = static_cast<int64_t>(back_.size());
         few.caches = call.caches + skipped_;
         few.positions = positions_.data();
+        few.places = places_.data();
         few.inputs = nullptr;
         few.step.tokens = few.step.sequences = static_cast<int64_t>(lens_.size());
         few.step.query_starts = starts_.data();
@@ -80,6 +81,7 @@ private:
             if (step.query_starts[n] == step.query_starts[n + 1] || step.query_starts[n + 1] - 1 != row)
                 continue;
             positions_.push_back(call.stack.positions ? call.stack.positions[row] : row);
+            places_.push_back(call.positions[row]);
             lens_.push_back(step.kv_lens[n]);
             const int32_t* pages = step.block_table + n * step.table_width;
             pages_.insert(pages_.end(), pages, pages + step.table_width);
@@ -90,7 +92,7 @@ private:
 
     std::vector<Block> front_, back_;
     std::vector<int32_t> starts_, lens_, pages_;
-    std::vector<int64_t> positions_;
+    std::vector<int64_t> positions_, places_;
     int64_t skipped_ = 0;
 };
 

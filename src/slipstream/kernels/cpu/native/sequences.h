@@ -19,9 +19,10 @@ public:
     // `threads`: the number of threads that run parts of their own; else 1.
     Parts(const StackCall& call, int32_t* starts, int threads) : call_(call), starts_(starts) {
         // Streamed matrices (`turn`) should be loaded only once; without `positions`, positions count from
-        // the start of the call; an encoder's states (`across`) and blocks' inputs are those of all
+        // the start of the call; an encoder's states (`across`), blocks' inputs and places are those of all
         // sequences.
-        bool whole = call.caches || call.turn || call.inputs || (call.num_tables && !call.positions);
+        bool whole =
+            call.caches || call.turn || call.inputs || call.places || (call.num_tables && !call.positions);
         for (int64_t b = 0; b < call.num_blocks; ++b)
             whole = whole || call.blocks[b].across;
         const int64_t tokens = call.step.tokens, few = ceil_div(tokens, kTokensOfPart);
