@@ -194,6 +194,7 @@ class Recurrence:
         norm: Normalisation of the output before the gate multiplies it, or after where `gate_first`.
         norm_width: Number of adjacent channels that are normalised together.
         gate_first: See `norm`.
+        rate_scale: Multiplies the delta rule's rate, the sigmoid of `rate`.
         least_step: Lower bound of a state space's step, the softplus of its decay, but for single tokens that
             continue a sequence: transformers bounds the steps of prompts only.
     """
@@ -214,6 +215,7 @@ class Recurrence:
     norm: Norm | None = None
     norm_width: int = 0
     gate_first: bool = False
+    rate_scale: float = 1.0
     least_step: float = 0.0
 
     @property

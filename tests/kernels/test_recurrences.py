@@ -36,6 +36,7 @@ NAMES = (
     "qwen3_5_text mixed",
     "bamba state spaces",
     "nemotron_h",
+    "olmo_hybrid",
 )
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_next mixed": {"mlp_only_layers": [0, 1, 2]},
@@ -126,7 +127,7 @@ def test_packed_weights_around_recurrences(name: str, isa: str, quant: str) -> N
         {"key_heads": 3},
         {"value_dim": 17},
         {"key_dim": 0},
-        {"num_projections": 5},
+        {"num_projections": 7},
         {"projections": None},
         {"kernel": None},
         {"speed": None},

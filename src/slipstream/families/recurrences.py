@@ -11,6 +11,7 @@ from slipstream.families.family import Config, RecurrentParts
 from slipstream.spec import Norm, Place, Recurrence
 
 __all__ = [
+    "DELTA_APART",
     "DELTA_BY_HEAD",
     "DELTA_BY_KIND",
     "SHORT_CONVOLUTION",
@@ -26,6 +27,12 @@ _DELTA = {"speed": "A_log", "shift": "dt_bias", "norm": "norm.weight"}
 DELTA_BY_HEAD = RecurrentParts(("in_proj_qkvz", "in_proj_ba"), "conv1d", "out_proj", **_DELTA)
 DELTA_BY_KIND = RecurrentParts(
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "conv1d", "out_proj", **_DELTA
+)
+DELTA_APART = RecurrentParts(
+    ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+    "conv1d",
+    "o_proj",
+    **{**_DELTA, "norm": "o_norm.weight"},
 )
 STATE_SPACE = RecurrentParts(
     ("in_proj",), "conv1d", "out_proj", speed="A_log", shift="dt_bias", skip="D", norm="norm.weight"

@@ -146,7 +146,7 @@ def _rule(
     if spec.rule == "space":
         rate = step = step.clamp(min=spec.least_step)
     else:
-        rate = rate.sigmoid()
+        rate = spec.rate_scale * rate.sigmoid()
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + _LEAST_LENGTH) for t in (q, k))
         q = q * spec.key_dim**-0.5
     kept = torch.exp(-vectors.speed.float().exp() * step)

@@ -209,8 +209,8 @@ class Recurrence(ctypes.Structure):
         *each(c_void_p, "speed shift skip"),
         ("norm", Norm),
         ("norm_width", c_int64),
-        ("least_step", c_float),
-        *each(c_int32, "rule gate_first kernel_dtype bias_dtype speed_dtype shift_dtype skip_dtype"),
+        *each(c_float, "least_step rate_scale"),
+        *each(c_int32, "rule gate_first kernel_dtype bias_dtype speed_dtype shift_dtype skip_dtype unused"),
     ]
 
 

@@ -18,7 +18,7 @@ __all__ = ["describe_recurrence", "refuse_recurrence", "tensors_of_recurrence"]
 
 _RULES = {"none": 0, "delta": 1, "space": 2}
 _PLACES = ("q", "k", "v", "gate", "rate", "decay")
-_MOST_PROJECTIONS = 4
+_MOST_PROJECTIONS = 6
 _WIDTHS = range(2, 9)
 """Tokens that the library's convolutions can cover."""
 
@@ -77,6 +77,7 @@ def describe_recurrence(part: RecurrentLike, struct: abi.Block, memory: list[Any
         rule=_RULES[spec.rule],
         gate_first=int(spec.gate_first),
         least_step=spec.least_step,
+        rate_scale=spec.rate_scale,
         kernel_dtype=DTYPES[vectors.kernel.dtype],
         bias_dtype=_dtype(vectors.kernel_bias),
         speed_dtype=_dtype(vectors.speed),

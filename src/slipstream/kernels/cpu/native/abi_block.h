@@ -112,22 +112,22 @@ enum Rule : int32_t { kNoRule = 0, kDeltaRule = 1, kStateSpace = 2, kRules = 3 }
 // value_dim outputs of v and of the gate, and as many rates and decays as they have value heads.
 struct Recurrence {
     const Matrix* projections;        // of the block's input; `attn_out` multiplies the mixer's output
-    int64_t num_projections;          // up to 4
+    int64_t num_projections;          // up to 6
     const void *kernel, *kernel_bias; // `(channels, width)` contiguous; `(channels,)` or null
     int64_t channels, width;          // width: tokens that the convolution covers, 2 to 8
     int64_t key_heads, value_heads, key_dim, value_dim; // 0 without a rule
     Part q, k, v, gate, rate, decay;                    // without a rule: q, v and gate, with one head
     // `(value_heads,)` each. The decay is exp(-exp(speed) * step), step = softplus(decay + shift). The rate
-    // is sigmoid(rate), or with kStateSpace the step, which is at least `least_step` unless its token
-    // continues a sequence alone (transformers bounds the steps of prompts only).
+    // is rate_scale * sigmoid(rate), or with kStateSpace the step, which is at least `least_step` unless its
+    // token continues a sequence alone (transformers bounds the steps of prompts only).
     const void *speed, *shift;
     const void* skip; // `(value_heads,)` or null: skip * v is added to a head's output
     // Of each `norm_width` adjacent outputs; before or after they are multiplied with silu(gate).
     Norm norm;
     int64_t norm_width; // 0 without a norm; the weight has as many numbers, or one per output
-    float least_step;
+    float least_step, rate_scale;
     int32_t rule, gate_first;
-    int32_t kernel_dtype, bias_dtype, speed_dtype, shift_dtype, skip_dtype;
+    int32_t kernel_dtype, bias_dtype, speed_dtype, shift_dtype, skip_dtype, unused;
 };
 
 // A third branch after the other two, whose gate is opened by an input of its own for each token:

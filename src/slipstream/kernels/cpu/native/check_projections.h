@@ -92,7 +92,7 @@ Status rule(const Recurrence& r, int64_t& joined) {
 
 // A block's recurrence.
 Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
-    constexpr int64_t kMostProjections = 4, kWidest = 8;
+    constexpr int64_t kMostProjections = 6, kWidest = 8;
     if (!call.caches || call.step.heads_first || b.post || b.parallel || b.latent || b.across)
         return kUnsupported;
     if (b.gate || b.clip != 0.0f || b.qk_norm || b.table >= 0)

@@ -221,7 +221,7 @@ private:
                 step = step < least_step ? least_step : step;
                 decays_[t * r.value_heads + head] = std::exp(-std::exp(speed) * step);
                 rates_[t * r.value_heads + head] =
-                    r.rule == kStateSpace ? step : 1.0f / (1.0f + std::exp(-rate[i]));
+                    r.rule == kStateSpace ? step : r.rate_scale / (1.0f + std::exp(-rate[i]));
             }
         }
     }
