@@ -11,7 +11,7 @@ class Model {
 public:
     Model(const ModelCall& call, char* base, int threads)
         : call_(call), frame_(*call.frame), hidden_(call.stack.blocks[0].hidden), narrowed_(call),
-          layers_(narrowed_.front(call.stack)), stack_(layers_, base, threads), token_ids_(call.token_ids),
+          layers_(call.stack), stack_(layers_, narrowed_.front(), base, threads), token_ids_(call.token_ids),
           positions_(call.positions), suppressed_{call.suppressed, call.best ? call.num_suppressed : 0} {
         const int64_t tokens = call.stack.step.tokens, rows = call.rows;
         Scratch scratch(base ? base + stack_.bytes() : nullptr);
@@ -56,8 +56,8 @@ public:
                     team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {},
                     [&] { tell(step - 1); }))
                 return;
-            if (rest_)
-                go_on(team, rank);
+            if (rest_ && !go_on(team, rank))
+                return;
             leave(team, rank, step);
             if (call_.steps == 1)
                 return;
@@ -114,25 +114,25 @@ private:
     }
 
     void narrow(Scratch& scratch, char* base, int threads) {
-        last_ = narrowed_.back(call_.stack);
+        last_ = narrowed_.of_rows(call_.stack);
         if (inputs_.any()) {
-            const int64_t skipped = narrowed_.skipped() * (inputs_.stride() / call_.stack.num_blocks);
             inputs_of_rows_ = scratch.part<float>(call_.rows * inputs_.stride());
-            last_.inputs = inputs_of_rows_ + skipped;
+            last_.inputs = inputs_of_rows_;
             last_.inputs_stride = inputs_.stride();
         }
-        rest_.emplace(last_, base ? base + stack_.bytes() + scratch.used() : nullptr, threads);
+        rest_.emplace(last_, narrowed_.back(), base ? base + stack_.bytes() + scratch.used() : nullptr,
+                      threads);
     }
 
-    // Runs the last layers on the rows alone.
-    void go_on(Team& team, int rank) {
+    // Runs the last layers on the rows alone; returns false as `Stack::run`.
+    bool go_on(Team& team, int rank) {
         if (inputs_.any())
             each_one(team, call_.rows, [&](int64_t r) {
                 std::memcpy(inputs_of_rows_ + r * inputs_.stride(),
                             inputs_.inputs() + call_.logit_rows[r] * inputs_.stride(),
                             static_cast<size_t>(inputs_.stride()) * sizeof(float));
             });
-        rest_->run(
+        return rest_->run(
             team, rank,
             [&](int64_t r, float* row) {
                 std::memcpy(row, left_by_all(r), static_cast<size_t>(hidden_) * sizeof(float));

@@ -12,44 +12,29 @@ namespace {
 class Narrowed {
 public:
     // Splits the layers of a call. Does nothing unless some tokens go no further than the keys and values.
-    explicit Narrowed(const ModelCall& call) {
+    explicit Narrowed(const ModelCall& call) : split_(whole(call.stack)) {
         const StackCall& stack = call.stack;
-        const Step& step = stack.step;
-        if (call.rows >= step.tokens || stack.turn || step.past || (call.entered && call.num_entered > 1))
+        if (call.rows >= stack.step.tokens || stack.step.past || (call.entered && call.num_entered > 1))
             return;
         int64_t first = stack.num_blocks; // of those after the last that writes
         while (first > 0 && !writes(stack.blocks[first - 1]))
             --first;
         const bool splits = first > 0 && separable(stack.blocks[first - 1]);
-        if ((first == stack.num_blocks && !splits) || !follow(call))
-            return;
-        front_.assign(stack.blocks, stack.blocks + first);
-        back_.assign(stack.blocks + (splits ? first - 1 : first), stack.blocks + stack.num_blocks);
-        if (splits) {
-            front_.back().branches = kOnlyAttention;
-            front_.back().moe = nullptr;
-            front_.back().inputs = nullptr;
-            front_.back().layer_scale = {};
-            back_.front().branches = kOnlyFeed;
-        }
-        skipped_ = stack.num_blocks - static_cast<int64_t>(back_.size());
+        any_ = (first < stack.num_blocks || splits) && follow(call);
+        if (any_)
+            split_ = {{0, first, false, splits},
+                      {splits ? first - 1 : first, stack.num_blocks, splits, false}};
     }
 
-    bool any() const { return !back_.empty(); }
+    bool any() const { return any_; }
 
-    // The layers that all tokens go through.
-    StackCall front(const StackCall& call) const {
-        StackCall all = call;
-        if (any())
-            all.blocks = front_.data(), all.num_blocks = static_cast<int64_t>(front_.size());
-        return all;
-    }
+    // The layers that all tokens go through, and those of the rows alone.
+    const Layers& front() const { return split_.front; }
+    const Layers& back() const { return split_.back; }
 
-    // The layers of the rows alone; without the blocks' own inputs.
-    StackCall back(const StackCall& call) const {
+    // The call for `back`; without the blocks' own inputs.
+    StackCall of_rows(const StackCall& call) const {
         StackCall few = call;
-        few.blocks = back_.data(), few.num_blocks = static_cast<int64_t>(back_.size());
-        few.caches = call.caches + skipped_;
         few.positions = positions_.data();
         few.places = places_.data();
         few.inputs = nullptr;
@@ -62,10 +47,13 @@ public:
         return few;
     }
 
-    // Number of layers before the first of `back`, of which that may be a part.
-    int64_t skipped() const { return skipped_; }
-
 private:
+    struct Split {
+        Layers front, back;
+    };
+
+    static Split whole(const StackCall& call) { return {all_layers(call), {}}; }
+
     static bool writes(const Block& b) { return mixes(b) && b.keys_values != kBorrowed; }
 
     static bool separable(const Block& b) {
@@ -90,10 +78,10 @@ private:
         return static_cast<int64_t>(lens_.size()) == call.rows;
     }
 
-    std::vector<Block> front_, back_;
+    Split split_;
+    bool any_ = false;
     std::vector<int32_t> starts_, lens_, pages_;
     std::vector<int64_t> positions_, places_;
-    int64_t skipped_ = 0;
 };
 
 } // namespace

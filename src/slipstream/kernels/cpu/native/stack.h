@@ -7,9 +7,12 @@ namespace {
 
 class Stack {
 public:
-    Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
+    Stack(const StackCall& call, char* base, int threads) : Stack(call, all_layers(call), base, threads) {}
+
+    Stack(const StackCall& call, const Layers& layers, char* base, int threads)
+        : call_(call), layers_(layers), tokens_(call.step.tokens) {
         int64_t hidden = 0, inner = 0, joined = 0, rounded = 0;
-        for (int64_t i = 0; i < call.num_blocks; ++i) {
+        for (int64_t i = layers.first; i < layers.end; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             if (feeds(b)) {
@@ -17,7 +20,7 @@ public:
                 rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
             }
             joined = most(joined, mixes(b) ? b.attn_out.inputs : 0);
-            if (replans(i))
+            if (layers.replans(call, i))
                 room_.include(spans(b), heads_of(call_, b), threads);
             if (b.across)
                 across_room_.include(spans_across(call_.step, *b.across), heads_of(call_, b), threads);
@@ -60,42 +63,45 @@ public:
     // threads have the most to do. Returns false if the matrices of a block could not be made available.
     template <class Read, class Write, class Meanwhile>
     bool run(Team& team, int rank, Read read, Write write, Meanwhile meanwhile) {
-        const Block& first = call_.blocks[0];
+        const int64_t hidden = call_.blocks[layers_.first].hidden;
         each_one(team, tokens_, [&](int64_t t) {
-            read(t, x_ + t * first.hidden);
-            enter(first, t);
+            read(t, x_ + t * hidden);
+            enter(layers_.first, t);
         });
-        for (int64_t i = 0; i < call_.num_blocks; ++i) {
+        for (int64_t i = layers_.first; i < layers_.end; ++i) {
             const Block& b = call_.blocks[i];
-            if (!turn(team, rank, i))
+            if (!(i == layers_.first && layers_.from_feed) && !turn(team, rank, i))
                 return false;
-            if (mixes(b)) {
+            if (layers_.mixes(call_, i)) {
                 attention(b, i, team, rank);
                 if (!b.parallel)
-                    each_one(team, tokens_, [&](int64_t t) { between(b, t); });
+                    each_one(team, tokens_, [&](int64_t t) { between(i, t); });
             }
             if (b.across) {
                 across(b, i, team, rank);
                 each_one(team, tokens_, [&](int64_t t) { answered(b, t); });
             }
-            if (rank == 0 && i == 0)
+            if (rank == 0 && i == layers_.first)
                 meanwhile();
-            if (feeds(b))
+            const bool feeds = layers_.feeds(call_, i);
+            if (feeds)
                 feed_forward(b, i, team, rank);
-            if (b.inputs)
+            if (feeds && b.inputs)
                 weigh_in(b, i, team, rank);
+            const bool splits = i + 1 == layers_.end && layers_.to_attention;
             each_one(team, tokens_, [&](int64_t t) {
-                if (b.inputs)
+                if (feeds && b.inputs)
                     take_in(b, t);
-                else
+                else if (feeds)
                     leave(b, t);
-                scale_row(x_ + t * b.hidden, b.hidden, b.layer_scale);
-                if (i + 1 < call_.num_blocks)
-                    enter(call_.blocks[i + 1], t);
+                if (!splits)
+                    scale_row(x_ + t * b.hidden, b.hidden, b.layer_scale);
+                if (i + 1 < layers_.end)
+                    enter(i + 1, t);
                 else
                     write(t, x_ + t * b.hidden);
             });
-            if (!turn(team, rank, i))
+            if (!splits && !turn(team, rank, i))
                 return false;
         }
         return true;
@@ -115,32 +121,6 @@ private:
 
     Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
-    // Whether the plan of the previous layer that has attention does not fit this one.
-    bool replans(int64_t layer) const {
-        int64_t last = layer - 1;
-        while (last >= 0 && !attends(call_.blocks[last]))
-            --last;
-        if (last < 0 || !attends(call_.blocks[layer]))
-            return attends(call_.blocks[layer]);
-        const Block &b = call_.blocks[layer], &before = call_.blocks[last];
-        const Heads heads = heads_of(call_, b), others = heads_of(call_, before);
-        return heads.heads != others.heads || heads.kv_heads != others.kv_heads || heads.dim != others.dim ||
-               b.causal != before.causal;
-    }
-
-    // Whether the plan of the previous layer that has cross-attention does not fit this one.
-    bool replans_across(int64_t layer) const {
-        const Block& b = call_.blocks[layer];
-        for (int64_t i = layer; i > 0; --i) {
-            const Block& before = call_.blocks[i - 1];
-            if (before.across)
-                return b.heads != before.heads || b.kv_heads != before.kv_heads ||
-                       b.head_dim != before.head_dim || b.across->states != before.across->states ||
-                       b.across->seen != before.across->seen;
-        }
-        return true;
-    }
-
     // Whether the rows that enter a block are rounded to bfloat16 in place.
     bool rounds_entry(const Block& b) const {
         if (b.recurrence)
@@ -154,8 +134,9 @@ private:
 
     // Computes the input of the attention and, for parallel branches with their own norm, of the
     // feed-forward.
-    void enter(const Block& b, int64_t t) {
-        if (!mixes(b))
+    void enter(int64_t layer, int64_t t) {
+        const Block& b = call_.blocks[layer];
+        if (!layers_.mixes(call_, layer))
             return to_feed(b, t);
         const int64_t at = t * b.hidden;
         if (b.post)
@@ -169,7 +150,7 @@ private:
     }
 
     void attention(const Block& b, int64_t layer, Team& team, int rank) {
-        if (rank == 0 && replans(layer))
+        if (rank == 0 && layers_.replans(call_, layer))
             make_plan(spans(b), heads_of(call_, b), team, room_);
         Bf16* rounded = rounds_rows(b.attn_out, tokens_) ? rounded_joined_ : nullptr;
         if (b.recurrence)
@@ -181,29 +162,29 @@ private:
             heads_.run(call_, layer, {normed_, rounds_entry(b) ? rounded_ : nullptr, b.hidden, tokens_},
                        joined_, rounded, products_, room_, team, rank, follows(b.attn_out, team));
         project(products_, {joined_, rounded, b.attn_out.inputs, tokens_}, b.attn_out, attended_, team, rank,
-                b.across ? follows(b.across->q, team) : feed_follows(b, team));
+                b.across ? follows(b.across->q, team) : feed_follows(layer, team));
     }
 
     // The panels to prefetch after a product: of the next matrix, or of the next feed-forward's first one.
     Following follows(const Matrix& m, const Team& team) const {
         return following(m, m.outputs, 0, tokens_, team.size());
     }
-    Following enters(const Block& b, const Team& team) const {
-        if (!mixes(b))
-            return feed_follows(b, team);
+    Following enters(int64_t layer, const Team& team) const {
+        const Block& b = call_.blocks[layer];
+        if (!layers_.mixes(call_, layer))
+            return feed_follows(layer, team);
         if (b.recurrence)
             return follows(b.recurrence->projections[0], team);
         return follows(b.latent && b.latent->query_down.outputs ? b.latent->query_down : b.qkv, team);
     }
     // Streamed matrices (`turn`) have no address until they are loaded, so they cannot be prefetched.
     Following next(int64_t layer, const Team& team) const {
-        const bool last = call_.turn || layer + 1 == call_.num_blocks;
-        return last ? Following() : enters(call_.blocks[layer + 1], team);
+        return call_.turn || layer + 1 == layers_.end ? Following() : enters(layer + 1, team);
     }
-    Following feed_follows(const Block& b, const Team& team) const {
-        if (!feeds(b))
+    Following feed_follows(int64_t layer, const Team& team) const {
+        if (!layers_.feeds(call_, layer))
             return {};
-        const FeedForward feed = feed_of(b);
+        const FeedForward feed = feed_of(call_.blocks[layer]);
         if (!feed.width || !feeds_many(feed, tokens_))
             return {};
         return following(feed.first, feed.width, feed.gated ? feed.width : 0, tokens_, team.size());
@@ -213,7 +194,7 @@ private:
     void across(const Block& b, int64_t layer, Team& team, int rank) {
         const Across& c = *b.across;
         const int64_t joined = b.heads * b.head_dim;
-        if (rank == 0 && replans_across(layer))
+        if (rank == 0 && layers_.replans_across(call_, layer))
             make_plan(spans_across(call_.step, c), heads_of(call_, b), team, across_room_);
         const Rows rows = {normed_, rounds_rows(c.q, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
         float* queries = heads_.projected();
@@ -226,11 +207,12 @@ private:
         a.pairs = multiplies_pairs(call_.dtype, c.dtype);
         attend(a, team, rank, across_room_);
         const Rows out = {joined_, rounded, joined, tokens_};
-        project(products_, out, c.out, attended_, team, rank, feed_follows(b, team));
+        project(products_, out, c.out, attended_, team, rank, feed_follows(layer, team));
     }
 
     // Adds the attention's output to the residual stream and prepares the next branch's input.
-    void between(const Block& b, int64_t t) {
+    void between(int64_t layer, int64_t t) {
+        const Block& b = call_.blocks[layer];
         const int64_t at = t * b.hidden;
         if (b.post) {
             add(b, x_ + at, x_ + at, attended_ + at, b.attn_scale);
@@ -239,7 +221,7 @@ private:
             norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at, b.attn_scale);
         }
-        if (!feeds(b))
+        if (!layers_.feeds(call_, layer))
             return;
         if (!b.across)
             return to_feed(b, t);
@@ -329,8 +311,6 @@ private:
     }
 
     void leave(const Block& b, int64_t t) {
-        if (!feeds(b))
-            return;
         const int64_t at = t * b.hidden;
         if (b.post) {
             add(b, x_ + at, x_ + at, fed_ + at, b.mlp_scale);
@@ -369,6 +349,7 @@ private:
     }
 
     const StackCall& call_;
+    const Layers layers_;
     const int64_t tokens_;
     AttentionRoom room_, across_room_;
     float *x_, *normed_, *entry_, *attended_, *fed_, *joined_;

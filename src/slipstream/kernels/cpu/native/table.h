@@ -73,6 +73,7 @@
 #include "latent.h"
 #include "heads.h"
 #include "recurrence.h"
+#include "layers.h"
 #include "stack.h"
 #include "sequences.h"
 #include "text.h"
