@@ -19,7 +19,9 @@ public:
         int64_t first = stack.num_blocks; // of those after the last that writes
         while (first > 0 && !writes(stack.blocks[first - 1]))
             --first;
-        const bool splits = first > 0 && separable(stack.blocks[first - 1]);
+        if (first == 0) // no layer would be left for all tokens
+            return;
+        const bool splits = separable(stack.blocks[first - 1]);
         any_ = (first < stack.num_blocks || splits) && follow(call);
         if (any_)
             split_ = {{0, first, false, splits},
