@@ -11,22 +11,15 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.engine.generation.batch import Batch
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import load
-from slipstream.model.block.paged_cache import BLOCK_SIZE
-from tests.engine.test_beams import CASES, prompts, written
-from tests.engine.test_recurrent import both, two_of
+from tests.engine.test_recurrent import SHARING, UNTIED, both, two_of
 from tests.families.sweep import VARIANTS, label, peaked_model
-from tests.helpers.models import Pair, inject, left_padded, prompt, roads
+from tests.helpers.models import Pair, inject, prompt, roads
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
-
-SHARING = [v for v in VARIANTS if v[0].name in ("gemma4_text", "gemma4_unified_text")]
-UNTIED = {"tie_word_embeddings": False}
-"""With tied embeddings these models repeat the last token, whatever their layers add."""
 
 
 @pytest.fixture(scope="module", params=SHARING, ids=label)
@@ -38,47 +31,9 @@ def shared(**options: Any) -> Pair:
     return two_of(next(v for v in SHARING if label(v) == "gemma4_text shared"), **UNTIED, **options)
 
 
-def test_all_layers_run_in_one_call(models: Pair) -> None:
-    stack = next(b for b in models.engine._built.runner.blocks).ops
-    assert stack is not None
-    assert "stack" in str(models.engine.report())
-    assert models.engine._built.runner.whole.begin(models.engine._built.runner.new_cache(2, 1).layers, 8)
-
-
-def test_greedy_search_of_a_padded_batch(models: Pair) -> None:
-    ids, mask = left_padded()
-    both(models, input_ids=ids, attention_mask=mask)
-
-
-@pytest.mark.parametrize("length", [1, 2, 31, 33])
-def test_greedy_search_of_one_row(models: Pair, length: int) -> None:
-    both(models, input_ids=prompt(1, length), max_new_tokens=5 if length > 2 else 40)
-
-
-def test_rows_that_end_early(models: Pair) -> None:
-    ids, mask = left_padded(4)
-    both(models, input_ids=ids, attention_mask=mask, eos_token_id=list(range(3, 100, 7)), max_new_tokens=20)
-
-
-def test_sampling(models: Pair) -> None:
-    ids, mask = left_padded()
-    both(models, input_ids=ids, attention_mask=mask, do_sample=True, num_return_sequences=2)
-
-
-@pytest.mark.parametrize("case", ["beams", "across pages", "early ends", "drawn"])
-def test_beams(models: Pair, case: str) -> None:
-    given = prompts(BLOCK_SIZE - 1)
-    with roads(models.engine) as counts:
-        found = written(models.engine, given, CASES[case])
-    assert counts.taken == "engine"
-    assert torch.equal(written(models.original, given, CASES[case]), found)
-
-
-def test_prompts_in_chunks(models: Pair) -> None:
-    runner, rows = models.engine._built.runner, prompt(3, 40)
-    with torch.no_grad():
-        whole, chunks = (Batch(runner, rows, None, max_length=48, token_budget=budget) for budget in (512, 7))
-        torch.testing.assert_close(chunks.logits(), whole.logits(), atol=1e-3, rtol=1e-3)
+def test_whole_steps_are_one_call(models: Pair) -> None:
+    runner = models.engine._built.runner
+    assert runner.whole.begin(runner.new_cache(2, 1).layers, 8) is not None
 
 
 def test_the_cache_that_is_returned_goes_on_in_transformers(models: Pair) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import slipstream
 from slipstream.errors import DeviceError
 from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
@@ -20,7 +18,17 @@ from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.model.frame.run_stack import run_stack
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
-from tests.kernels.test_stack import CHUNK, DECODE, MANY, PREFILL, SINGLE, TOLERANCE, Rounds, accepted
+from tests.kernels.test_stack import (
+    CHUNK,
+    DECODE,
+    MANY,
+    PREFILL,
+    SINGLE,
+    TOLERANCE,
+    Rounds,
+    accepted,
+    squared_errors,
+)
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
@@ -68,19 +76,7 @@ def test_16_bits_are_as_close_to_float32_as_the_reference_s(name: str, isa: str,
     # A state passes on what rounding has changed, so that two right answers differ by more than in attention.
     library(isa)
     tiny = variant(name, **WITHOUT_EXPERTS.get(name, {}))[1]
-    model = peaked_model(tiny).to(dtype)
-    own, exact = (
-        Rounds(
-            slipstream.init_inference(copy.deepcopy(model), dtype=one, replace_with_kernel_inject=True), isa
-        )
-        for one in (dtype, torch.float32)
-    )
-    ours, theirs = 0.0, 0.0
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
-        expected, _ = exact.outputs(spans)
-        reference, native = own.outputs(spans)
-        ours += float((native - expected).square().mean())
-        theirs += float((reference - expected).square().mean())
+    ours, theirs = squared_errors(peaked_model(tiny).to(dtype), dtype, isa)
     assert 0 < ours <= 1.2 * theirs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import slipstream
 from slipstream.engine.generation.runner import make_step
 from slipstream.engine.generation.schedule import Chunk
 from slipstream.errors import DeviceError
@@ -27,7 +25,17 @@ from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
 from tests.kernels.test_model import TOLERANCE as LOGITS
 from tests.kernels.test_model import Sessions
-from tests.kernels.test_stack import CHUNK, DECODE, MANY, PREFILL, SINGLE, TOLERANCE, Rounds, accepted
+from tests.kernels.test_stack import (
+    CHUNK,
+    DECODE,
+    MANY,
+    PREFILL,
+    SINGLE,
+    TOLERANCE,
+    Rounds,
+    accepted,
+    squared_errors,
+)
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
@@ -67,19 +75,7 @@ def test_every_instruction_set(name: str, isa: str) -> None:
 def test_16_bits_are_closer_to_float32_than_the_reference_s(name: str, isa: str, dtype: torch.dtype) -> None:
     # So many norms let two right answers differ by more than the tolerance of the other families.
     library(isa)
-    model = peaked_model(BY_NAME[name][1]).to(dtype)
-    own, exact = (
-        Rounds(
-            slipstream.init_inference(copy.deepcopy(model), dtype=one, replace_with_kernel_inject=True), isa
-        )
-        for one in (dtype, torch.float32)
-    )
-    ours, theirs = 0.0, 0.0
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
-        expected, _ = exact.outputs(spans)
-        reference, native = own.outputs(spans)
-        ours += float((native - expected).square().mean())
-        theirs += float((reference - expected).square().mean())
+    ours, theirs = squared_errors(peaked_model(BY_NAME[name][1]).to(dtype), dtype, isa)
     assert 0 < ours <= theirs
 
 

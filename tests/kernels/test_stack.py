@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import random
@@ -121,6 +122,23 @@ class Rounds:
                 errors.append((a - b).abs().amax(-1) / b.abs().max().clamp(min=1.0))
         kept = len(errors[0]) - int(ties * len(errors[0]))
         return max(float(each.sort().values[:kept].max()) for each in errors)
+
+
+def squared_errors(model: torch.nn.Module, dtype: torch.dtype, isa: str) -> tuple[float, float]:
+    """How far the native stack and the reference in 16 bits are from the reference in float32, summed."""
+    own, exact = (
+        Rounds(
+            slipstream.init_inference(copy.deepcopy(model), dtype=one, replace_with_kernel_inject=True), isa
+        )
+        for one in (dtype, torch.float32)
+    )
+    ours, theirs = 0.0, 0.0
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
+        expected, _ = exact.outputs(spans)
+        reference, native = own.outputs(spans)
+        ours += float((native - expected).square().mean())
+        theirs += float((reference - expected).square().mean())
+    return ours, theirs
 
 
 def _written(part: CachePart, step: Step) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["AttentionMask", "Packed", "Step"]
+__all__ = ["AttentionMask", "Packed", "Step", "piece_of"]
 
 
 @dataclass(frozen=True)
@@ -88,3 +88,8 @@ class AttentionMask:
     softcap: float | None = None
     alibi: Tensor | None = None
     sinks: Tensor | None = None
+
+
+def piece_of(inputs: Tensor | None, index: int) -> Tensor | None:
+    """Return the inputs of one layer, `(T, 1, P)`, from those of all, `(T, layers, P)`; None for None."""
+    return None if inputs is None else inputs[:, index : index + 1]

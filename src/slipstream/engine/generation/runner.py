@@ -24,10 +24,10 @@ from slipstream.engine.generation.schedule import Chunk
 from slipstream.model.block.block import Block, RopeTable
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame.frame import Frame
-from slipstream.model.frame.run_stack import piece_of, run_stack
+from slipstream.model.frame.run_stack import run_stack
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.penalty import RowPenalty
-from slipstream.ops.step import Step
+from slipstream.ops.step import Step, piece_of
 from slipstream.spec import Rope
 
 __all__ = ["Runner", "Session", "make_step"]

@@ -34,7 +34,7 @@ from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.linear import Weight
-from slipstream.ops.step import Step
+from slipstream.ops.step import Step, piece_of
 from slipstream.spec import BlockSpec, Norm, Role, Rope
 
 __all__ = ["TritonStack", "bind_stack", "refuse_block"]
@@ -181,8 +181,7 @@ class TritonStack:
             if self._accepts(block):
                 x = _layer(block, x, step, pair, tables, arrived[index])
             else:
-                own = None if inputs is None else inputs[:, index : index + 1]
-                x = self._otherwise([block], x, step, [pair], tables, own)
+                x = self._otherwise([block], x, step, [pair], tables, piece_of(inputs, index))
         return x
 
     def _accepts(self, block: BlockLike) -> bool:

@@ -13,12 +13,7 @@ from slipstream.ops.kv_cache import CachePart, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
 
-__all__ = ["piece_of", "run_stack"]
-
-
-def piece_of(inputs: Tensor | None, index: int) -> Tensor | None:
-    """Return the inputs of one layer, `(T, 1, P)`, from those of all, `(T, layers, P)`; None for None."""
-    return None if inputs is None else inputs[:, index : index + 1]
+__all__ = ["run_stack"]
 
 
 def run_stack(

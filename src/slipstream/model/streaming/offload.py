@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.model.block.block import Block, RopeTable
-from slipstream.model.frame.run_stack import piece_of
 from slipstream.model.streaming.stream import Streamer
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
-from slipstream.ops.step import Step
+from slipstream.ops.step import Step, piece_of
 from slipstream.spec import Role, Rope
 
 __all__ = ["OneByOne", "offload_block", "one_by_one"]
