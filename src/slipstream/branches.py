@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Gate", "Growth", "Latent", "MoE", "Norm", "Place", "QKNorm", "Recurrence", "Rope"]
+__all__ = ["Gate", "Growth", "Latent", "MoE", "Multipliers", "Norm", "Place", "QKNorm", "Recurrence", "Rope"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,27 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Constants inside a layer, by what they multiply (Falcon-H1's, arXiv 2507.22448).
+
+    Attributes:
+        attention_in: The normalised input, before it is projected to queries, keys and values.
+        keys: The projected keys.
+        attention_out: The output of the attention branch.
+        mixer_out: The output of the mixer.
+        gate: The gate of the feed-forward, before its activation.
+        feed_out: The output of the feed-forward.
+    """
+
+    attention_in: float = 1.0
+    keys: float = 1.0
+    attention_out: float = 1.0
+    mixer_out: float = 1.0
+    gate: float = 1.0
+    feed_out: float = 1.0
+
+
+@dataclass(frozen=True)
 class Place:
     """Where one input of a recurrence is in a token's projected row: head h's begins at start + h * step.
 
@@ -161,11 +182,13 @@ class Place:
         start: See above.
         step: See above.
         channel: The convolution's channel of the first head's first number; those of the heads are adjacent.
+        scale: Multiplies the input.
     """
 
     start: int
     step: int = 0
     channel: int = 0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

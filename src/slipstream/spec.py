@@ -10,7 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from slipstream.branches import Gate, Growth, Latent, LayerInputs, MoE, Norm, Place, QKNorm, Recurrence, Rope
+from slipstream.branches import (
+    Gate,
+    Growth,
+    Latent,
+    LayerInputs,
+    MoE,
+    Multipliers,
+    Norm,
+    Place,
+    QKNorm,
+    Recurrence,
+    Rope,
+)
 from slipstream.role import SECOND, Role
 
 __all__ = [
@@ -23,6 +35,7 @@ __all__ = [
     "Latent",
     "LayerInputs",
     "MoE",
+    "Multipliers",
     "Norm",
     "Place",
     "QKNorm",
@@ -84,6 +97,8 @@ class BlockSpec:
             a module that remains part of the layer, runs its own code and keeps its state where it always
             did. None for attention.
         recurrence: What the mixer computes, if `generate` may run it in place of the module.
+        beside: The mixer does not replace attention: both read the same input, and their outputs are added.
+        multipliers: Constants inside the layer, if it has some.
         feeder: What replaces the feed-forward (a key of `Family.feeders`), likewise a module of the layer: "a
             mixture of experts with limited capacity", ...; None for the block's own feed-forward or experts.
         course: Name of the family's function that orders the layer's branches (a key of `Family.courses`);
@@ -140,6 +155,8 @@ class BlockSpec:
     inner_norms: bool = False
     mixer: str | None = None
     recurrence: Recurrence | None = None
+    beside: bool = False
+    multipliers: Multipliers | None = None
     feeder: str | None = None
     course: str | None = None
     branches: Literal["both", "attention", "feed_forward", "neither"] = "both"
@@ -160,17 +177,27 @@ class BlockSpec:
         return self.kv_heads * self.head_dim
 
     @property
+    def attends(self) -> bool:
+        """Whether the block has attention of its own, be it beside a mixer."""
+        return (self.mixer is None or self.beside) and self.branches in ("both", "attention")
+
+    @property
     def cached(self) -> tuple[tuple[int, int], ...]:
         """Heads and width of the two tensors that a KV cache keeps for each token, if the layer has one.
 
         They are keys and values, or a latent and the one rotated key that all heads share. A layer that
         borrows reads those of another one.
         """
-        if self.recurrence is not None or self.branches == "feed_forward":
+        if (self.recurrence is not None and not self.beside) or self.branches == "feed_forward":
             return ()
         if self.latent is None:
             return (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
         return (1, self.latent.rank), (1, self.latent.rope_dim)
+
+    @property
+    def keeps_pages_alone(self) -> bool:
+        """Whether generation keeps something of the layer, and nothing but what is `cached`."""
+        return bool(self.cached) and self.recurrence is None
 
     @property
     def half(self) -> BlockSpec:
@@ -191,7 +218,7 @@ class BlockSpec:
 
     def _attention_shapes(self) -> dict[Role, tuple[int, ...]]:
         latent = self.latent
-        if self.mixer is not None or self.branches not in ("both", "attention"):
+        if not self.attends:
             return {}
         if latent is None:
             return {Role.QKV: (sum(self.qkv_rows), self.hidden), Role.ATTN_OUT: (self.hidden, self.q_dim)}

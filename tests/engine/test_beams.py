@@ -176,7 +176,7 @@ class Written:
             part[self.blocks[row][place // BLOCK_SIZE], place % BLOCK_SIZE] = value
 
     def parts(self) -> list[Tensor]:
-        return [tensor for layer in self.cache.layers for part in layer for tensor in tensors_of(part)]
+        return [tensor for layer in self.cache.layers for part in layer.pages for tensor in tensors_of(part)]
 
     def held(self) -> list[int]:
         return [len(row) for row in self.rows]

@@ -36,7 +36,9 @@ def recurs(variant: tuple[Family, Tiny]) -> bool:
     return any(spec.recurrence is not None for spec in specs)
 
 
-RECURRENT = [v for v in VARIANTS if recurs(v)]
+LEFT = "falcon_h1 norms, biases of gates, multipliers"
+"""What the native library does not run, so that transformers' loop does."""
+RECURRENT = [v for v in VARIANTS if recurs(v) and label(v) != LEFT]
 
 
 def two_of(variant: tuple[Family, Tiny], **options: Any) -> Pair:
@@ -189,6 +191,9 @@ def test_values_written_into_a_mixer_count() -> None:
         ("qwen3_next mixed", {"hidden_act": "gelu"}),
         ("bamba state spaces", {"mamba_proj_bias": True}),
         ("bamba state spaces", {"time_step_limit": (0.1, 1.0)}),
+        ("falcon_h1", {"mamba_proj_bias": True}),
+        ("falcon_h1 multipliers", {"mlp_bias": True}),
+        ("falcon_h1 multipliers", {"attention_in_multiplier": 0.0}),
     ],
     ids=str,
 )
@@ -200,6 +205,20 @@ def test_mixers_beyond_the_recurrence_are_left_to_transformers_loop(
     assert "generate runs transformers' own loop" in str(models.engine.report())
     ids, mask = left_padded()
     both(models, road="compatible", input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounded_multipliers_are_the_model_s_own(dtype: torch.dtype) -> None:
+    original = named("falcon_h1 multipliers").original.to(dtype)
+    both(Pair(original.float(), inject(original)), input_ids=prompt(2))
+
+
+def test_multipliers_that_differ_within_an_input_are_left_to_transformers_loop() -> None:
+    original = copy.deepcopy(named("falcon_h1 multipliers").original)
+    original.model.layers[1].mamba.mup_vector[..., 3] = 2.0
+    models = Pair(original, inject(original))
+    assert models.engine._built.runner is None
+    both(models, road="compatible", input_ids=prompt(2))
 
 
 def test_custom_code_of_a_mixer_is_found_by_the_check() -> None:
@@ -224,8 +243,8 @@ def test_states_follow_rows() -> None:
     recurrence = Recurrence("none", 3, 8, Place(0), Place(16), Place(8))
     recurrent = dataclasses.replace(SPEC, mixer="a short convolution", recurrence=recurrence)
     cache = PagedCache([recurrent, SPEC], 3, dtype=torch.bfloat16, device=torch.device("cpu"), rows=4)
-    states = cache.layers[0][0]
-    assert states.shape == (4, 16) and states.dtype == torch.float32
+    states = cache.layers[0].states
+    assert states is not None and states.shape == (4, 16) and states.dtype == torch.float32
     states.copy_(torch.arange(4)[:, None].expand(4, 16))
     cache.follow([1, 1, 0])
     assert states[:, 0].tolist() == [1, 1, 0, 3]

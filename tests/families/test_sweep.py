@@ -35,11 +35,13 @@ APART = frozenset(
         "gemma4_text",
         "gemma4_unified_text",
         "ministral3",
+        "falcon_h1",
     }
 )
 """Families whose layers do not run together in a forward without a cache: they receive biases or masks that
-weight keys, have their own rotary angles or windows, scale queries by position or share keys and values.
-The layers of all other families that the library accepts do, with right-padded rows in one native call."""
+weight keys, have their own rotary angles or windows, scale queries by position, share keys and values, or
+have a mixer beside attention. The layers of all other families that the library accepts do, with right-padded
+rows in one native call."""
 
 JOINED = (
     "beit",

@@ -59,7 +59,7 @@ def filled(runner: Runner) -> Any:
     """A cache of random keys and values."""
     cache = runner.make_cache(40)
     generator = torch.Generator().manual_seed(5)
-    for part in (part for both in cache.layers for part in both):
+    for part in (part for kept in cache.layers for part in kept.pages):
         shape = tuple(part.shape)
         if isinstance(part, Int8Cache):
             part.codes.copy_(torch.randint(-127, 128, shape, generator=generator).to(torch.int8))
@@ -70,7 +70,7 @@ def filled(runner: Runner) -> Any:
 
 
 def tensors(cache: Any) -> list[Tensor]:
-    parts = [part for both in cache.layers for part in both]
+    parts = [part for kept in cache.layers for part in kept.pages]
     return [t for p in parts for t in ((p.codes, p.scales) if isinstance(p, Int8Cache) else (p,))]
 
 

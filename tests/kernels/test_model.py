@@ -56,8 +56,8 @@ class Sessions:
         stack.most_tokens = 10_000
         self.model = NativeModel(runner.frame, stack)
         self.caches = [runner.new_cache(12, 4) for _ in range(2)]
-        for pair in (*self.caches[0].layers, *self.caches[1].layers):
-            for part in pair:
+        for kept in (*self.caches[0].layers, *self.caches[1].layers):
+            for part in kept.parts:
                 part.zero_()  # some tests look at tokens that no step has written
         self.places = [[5, 1, 9], [0, 11, 2], [3, 4, 10], [8, 7, 6]]
         self.session = self.begin()
@@ -83,7 +83,7 @@ class Sessions:
     def both(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
         """Logits by parts and by the native step."""
         step = self.step(spans)
-        states = [k for k, _ in self.caches[1].layers if k.dim() == 2]
+        states = [kept.states for kept in self.caches[1].layers if kept.states is not None]
         before = [part.clone() for part in states]
         got = self.session.logits(step)
         for part, old in zip(states, before, strict=True):
@@ -500,14 +500,14 @@ def test_all_logits_may_be_minus_infinity(llama: Sessions) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_step_that_points_outside_is_refused(family: str, name: str, value: int, what: str) -> None:
     runs = sessions(family)
-    for pair in runs.caches[1].layers:
-        for part in pair:
+    for kept in runs.caches[1].layers:
+        for part in kept.parts:
             part.fill_(torch.nan)
     step = runs.step(PREFILL)
     getattr(step, name).view(-1)[0] = value
     with pytest.raises(DeviceError, match=what):
         runs.session.logits(step)
-    assert all(bool(t.isnan().all()) for pair in runs.caches[1].layers for t in pair)
+    assert all(bool(t.isnan().all()) for kept in runs.caches[1].layers for t in kept.parts)
 
 
 def test_steps_that_would_leave_the_cache_are_refused(llama: Sessions) -> None:

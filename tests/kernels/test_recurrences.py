@@ -45,6 +45,8 @@ NAMES = (
     "bamba state spaces",
     "nemotron_h",
     "olmo_hybrid",
+    "falcon_h1 multipliers",
+    "falcon_h1 norms after gates, biases",
 )
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_next mixed": {"mlp_only_layers": [0, 1, 2]},
@@ -94,6 +96,11 @@ def test_16_bits_are_as_close_to_float32_as_the_reference_s(name: str, isa: str,
         ("nemotron_h", {"time_step_min": 0.5}),
         ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "mlp"]}),
         ("bamba state spaces", {"mamba_n_groups": 1, "mamba_d_state": 19, "mamba_conv_bias": False}),
+        (
+            "falcon_h1 multipliers",
+            {"num_key_value_heads": 1, "head_dim": 22, "mamba_n_heads": 8, "mamba_d_head": 8},
+        ),
+        ("falcon_h1", {"mamba_d_ssm": 132, "mamba_n_heads": 2, "mamba_d_head": 66, "intermediate_size": 33}),
     ],
     ids=str,
 )
@@ -149,6 +156,14 @@ def test_calls_that_contradict_a_recurrence_are_refused(
     refuses_when_changed(rounds, change, monkeypatch)
 
 
+@pytest.mark.parametrize("change", [{"outputs": 63}, {"inputs": 65}, {"outputs": 0}], ids=str)
+def test_another_matrix_of_the_output_is_refused(
+    change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(accepted(variant("falcon_h1 multipliers"), torch.float32), "baseline")
+    refuses_when_changed(rounds, change, monkeypatch, "out")
+
+
 @pytest.mark.parametrize("part", ["q", "k", "v", "gate", "rate", "decay"])
 @pytest.mark.parametrize(
     "change", [{"matrix": 4}, {"matrix": -1}, {"start": 1 << 20}, {"start": -1}, {"step": 1 << 20}], ids=str
@@ -158,6 +173,32 @@ def test_inputs_outside_of_the_projections_are_refused(
 ) -> None:
     rounds = Rounds(accepted(variant("qwen3_5_text mixed"), torch.float32), "baseline")
     refuses_when_changed(rounds, change, monkeypatch, part)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"beside": 0},
+        {"beside": 2},
+        {"beside": -1},
+        {"post": 1},
+        {"parallel": 1},
+        {"residual_from_norm": 1},
+        {"kv_heads": 3},
+        {"branches": 2},
+        {"states": None},
+    ],
+    ids=str,
+)
+def test_calls_that_contradict_a_recurrence_beside_attention_are_refused(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(accepted(variant("falcon_h1 multipliers"), torch.float32), "baseline")
+    refuses_when_changed(rounds, change, monkeypatch)
+
+
+ORDERS = ("branches", "beside", "post", "parallel", "residual_from_norm")
+OF_BLOCKS = (*ORDERS, "table", "kv_heads")
 
 
 def refuses_when_changed(
@@ -170,7 +211,7 @@ def refuses_when_changed(
             return own(self, name, call)
         recurrence = call.blocks[0].recurrence.contents
         owners = {
-            **dict.fromkeys(("table", "branches"), call.blocks[0]),
+            **dict.fromkeys(OF_BLOCKS, call.blocks[0]),
             **dict.fromkeys(("states", "num_states", "heads_first"), call.step),
         }
         before = []
@@ -188,7 +229,7 @@ def refuses_when_changed(
         patch.setattr(Library, "run", changed)
         with pytest.raises(DeviceError, match="refuses its arguments"):
             rounds.error(PREFILL)
-    assert all(bool(t.isnan().all()) for pair in rounds.caches[1].layers for t in pair)
+    assert all(bool(t.isnan().all()) for kept in rounds.caches[1].layers for t in kept.parts)
     assert rounds.error(PREFILL) <= TOLERANCE[torch.float32]
 
 
@@ -254,8 +295,8 @@ def test_one_layer_at_a_time() -> None:
         step, x = rounds.step(spans)
         tables = rounds.runner.frame.angles(step.positions, [block.spec.rope for block in rounds.blocks])
         one_by_one = x
-        for block, pair in zip(rounds.blocks, rounds.caches[0].layers, strict=True):
-            one_by_one = rounds.stack([block], one_by_one, step, [pair], tables)
+        for block, kept in zip(rounds.blocks, rounds.caches[0].layers, strict=True):
+            one_by_one = rounds.stack([block], one_by_one, step, [kept], tables)
         together = rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
         torch.testing.assert_close(one_by_one, together)
 

@@ -116,7 +116,7 @@ def test_layers_that_borrow_take_no_memory() -> None:
     assert owners == [0, 1, 0, 1]
     for index, owner in enumerate(owners):
         assert cache.layers[index] is cache.layers[owner]
-    own = sum(t.nbytes for index in (0, 1) for part in cache.layers[index] for t in tensors_of(part))
+    own = sum(t.nbytes for index in (0, 1) for part in cache.layers[index].parts for t in tensors_of(part))
     assert cache.nbytes == own
 
 
@@ -260,7 +260,7 @@ def test_calls_that_contradict_themselves_are_refused(what: str, monkeypatch: py
         patch.setattr(Library, "run", changed)
         with pytest.raises(DeviceError, match="refuses its arguments"):
             rounds.error(PREFILL)
-    assert all(bool(t.isnan().all()) for pair in rounds.caches[1].layers for t in pair)
+    assert all(bool(t.isnan().all()) for kept in rounds.caches[1].layers for t in kept.parts)
     assert rounds.error(PREFILL) <= TOLERANCE[torch.float32]
 
 
@@ -281,10 +281,10 @@ def test_frames_that_contradict_their_layers_are_refused(what: str) -> None:
     owner, field, value = FRAMES[what](runs.session._struct)
     before = getattr(owner, field)
     setattr(owner, field, value)
-    written = [part.clone() for pair in runs.caches[1].layers for part in pair]
+    written = [part.clone() for kept in runs.caches[1].layers for part in kept.parts]
     with pytest.raises(DeviceError, match="refuses its arguments"):
         runs.session.logits(runs.step(PREFILL))
-    parts = [part for pair in runs.caches[1].layers for part in pair]
+    parts = [part for kept in runs.caches[1].layers for part in kept.parts]
     assert all(torch.equal(a, b) for a, b in zip(parts, written, strict=True))
     setattr(owner, field, before)
     assert runs.error(PREFILL) <= LOGITS[torch.float32]

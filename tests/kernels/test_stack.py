@@ -77,8 +77,8 @@ class Rounds:
     def _cache(self) -> PagedCache:
         self.runner.cache_dtype = self.cache_dtype
         cache = self.runner.new_cache(12, 4)
-        for pair in cache.layers:
-            for part in pair:
+        for kept in cache.layers:
+            for part in kept.parts:
                 (part.scales if isinstance(part, Int8Cache) else part).fill_(torch.nan)
         return cache
 
@@ -117,7 +117,7 @@ class Rounds:
         expected, got = self._run(step, x)
         errors = [(got - expected).abs().amax(-1) / expected.abs().max()]
         for ours, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
-            for a, b in zip(ours, theirs, strict=True):
+            for a, b in zip(ours.parts, theirs.parts, strict=True):
                 a, b = (_written(part, step) for part in (a, b))
                 errors.append((a - b).abs().amax(-1) / b.abs().max().clamp(min=1.0))
         kept = len(errors[0]) - int(ties * len(errors[0]))
@@ -353,8 +353,8 @@ def test_some_layers_in_a_row(rounds: Rounds) -> None:
     step, x = rounds.step(PREFILL)
     tables = rounds.runner.frame.angles(step.positions, [block.spec.rope for block in rounds.blocks])
     one_by_one = x
-    for block, pair in zip(rounds.blocks, rounds.caches[0].layers, strict=True):
-        one_by_one = rounds.stack([block], one_by_one, step, [pair], tables)
+    for block, kept in zip(rounds.blocks, rounds.caches[0].layers, strict=True):
+        one_by_one = rounds.stack([block], one_by_one, step, [kept], tables)
     torch.testing.assert_close(
         one_by_one, rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
     )
@@ -375,7 +375,7 @@ def test_a_step_that_points_outside_is_refused_before_the_cache_is_touched(round
         with pytest.raises(DeviceError, match="outside"):
             rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
         tensor.copy_(kept)
-    assert all(bool(t.isnan().all()) for pair in rounds.caches[1].layers for t in pair)
+    assert all(bool(t.isnan().all()) for kept in rounds.caches[1].layers for t in kept.parts)
 
 
 def test_biases_by_distance_cover_tokens_that_are_no_keys(

@@ -254,7 +254,7 @@ def test_generate_keeps_latents_in_its_own_pages(settings: dict[str, Any]) -> No
     numbers = LATENT.rank + LATENT.rope_dim
     formula = layers * (numbers + 2 * 4 if settings else numbers * 4)  # int8 has a scale for each of the two
     assert cache.nbytes == cache.capacity * BLOCK_SIZE * formula
-    assert bytes_per_token([block.spec for block in runner.blocks], cache.layers[0][0].dtype) == formula
+    assert bytes_per_token([block.spec for block in runner.blocks], cache.layers[0].k.dtype) == formula
     if settings:
         first = zip(expected.logits[:4], got.logits[:4], strict=True)
         assert max(float((a - b).abs().max()) for a, b in first) < 0.2  # each number is off by 1/254

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from slipstream.families.common import LLAMA_RECIPES, llama_like, own_mixer, tiny
-from slipstream.families.family import Branches, Config, Family, OwnCourse
-from slipstream.spec import BlockSpec, Role
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, own_mixer, tiny
+from slipstream.families.family import Config, Family
+from slipstream.families.recurrences import STATE_SPACE, state_space
+from slipstream.spec import BlockSpec, FrameSpec, Multipliers, Recurrence, Role
 from slipstream.weights.recipe import Stack, Take
 
 _STATE = "a state space"
-_MAMBA = own_mixer("mamba", mask="mamba_attention_mask")
+_SPACE = replace(STATE_SPACE, scales="mup_vector")
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, course=_STATE)
+    gate, feed_out = config.mlp_multipliers
+    return llama_like(
+        config,
+        index,
+        mixer=_STATE,
+        recurrence=_space(config),
+        beside=True,
+        multipliers=Multipliers(
+            attention_in=config.attention_in_multiplier,
+            keys=config.key_multiplier,
+            attention_out=config.attention_out_multiplier,
+            mixer_out=config.ssm_out_multiplier,
+            gate=gate,
+            feed_out=feed_out,
+        ),
+    )
 
 
-def _beside(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    normed = heads.norm(Role.ATTN_NORM, x)
-    kept = _MAMBA.call(layer.mamba, normed, given) * layer.ssm_out_multiplier
-    attended = heads.attend(normed * layer.attention_in_multiplier, keys=layer.self_attn.key_multiplier)
-    x = x + (kept + attended * layer.attn_out_multiplier)
-    mlp = layer.feed_forward
-    gate, up = heads.linear(Role.MLP_IN, heads.norm(Role.MLP_NORM, x)).chunk(2, dim=-1)
-    fed = heads.linear(Role.MLP_OUT, up * mlp.act_fn(gate * mlp.gate_multiplier))
-    out: Tensor = x + fed * mlp.down_multiplier
-    return out
+def _space(config: Config) -> Recurrence | None:
+    space = state_space(config)
+    if space is None:
+        return None
+    places: dict[str, Any] = {
+        name: replace(getattr(space, name), scale=config.ssm_in_multiplier)
+        for name in ("gate", "v", "k", "q", "decay")
+    }
+    if not config.mamba_rms_norm:
+        return replace(space, **places, norm=None, norm_width=0)
+    return replace(space, **places, gate_first=not config.mamba_norm_before_gate)
+
+
+def _frame(config: Config) -> FrameSpec:
+    return llama_frame(
+        config,
+        embed_scale=config.embedding_multiplier,
+        logit_scale=config.lm_head_multiplier,
+        final_norm="model.final_layernorm",
+    )
 
 
 _TINY: dict[str, Any] = {
@@ -42,6 +66,18 @@ _TINY: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_chunk_size": 8,
 }
+_BUILT = "FalconH1ForCausalLM", "FalconH1Config"
+_SCALED: dict[str, Any] = {
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 0.4,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [0.8, 1.4],
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.5,
+}
 
 FAMILY = Family(
     name="falcon_h1",
@@ -53,21 +89,26 @@ FAMILY = Family(
         Role.MLP_IN: Stack(("feed_forward.gate_proj", "feed_forward.up_proj")),
         Role.MLP_OUT: Take("feed_forward.down_proj"),
     },
-    courses={_STATE: OwnCourse(_beside, ("mamba",), _MAMBA.reads, note=_STATE)},
+    mixers={_STATE: own_mixer("mamba", mask="mamba_attention_mask", recurrent=_SPACE)},
+    frame=_frame,
     tiny=(
-        tiny("FalconH1ForCausalLM", "FalconH1Config", **_TINY),
+        tiny(*_BUILT, **_TINY),
+        tiny(*_BUILT, label="multipliers", **{**_SCALED, **_TINY}),
         tiny(
-            "FalconH1ForCausalLM",
-            "FalconH1Config",
-            label="multipliers, biases",
+            *_BUILT,
+            label="norms after gates, biases",
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
             attention_bias=True,
-            mlp_bias=True,
-            key_multiplier=0.4,
-            attention_in_multiplier=1.3,
-            attention_out_multiplier=0.7,
-            ssm_out_multiplier=0.6,
-            mlp_multipliers=[0.8, 1.4],
+            projectors_bias=True,
             **_TINY,
+        ),
+        tiny(
+            *_BUILT,
+            label="norms, biases of gates, multipliers",
+            mamba_rms_norm=True,
+            mlp_bias=True,
+            **{**_SCALED, **_TINY},
         ),
     ),
 )

@@ -110,6 +110,7 @@ class RecurrentParts:
         shift: Parameter that is added to the decay's input.
         skip: Parameter that multiplies the values, which are added to the output.
         norm: Weight of the output's norm.
+        scales: Buffer of what the projected row is multiplied by, one number for all of each input.
     """
 
     projections: tuple[str, ...]
@@ -119,6 +120,7 @@ class RecurrentParts:
     shift: str | None = None
     skip: str | None = None
     norm: str | None = None
+    scales: str | None = None
 
 
 @dataclass(frozen=True)

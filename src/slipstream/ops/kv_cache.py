@@ -1,16 +1,17 @@
 """Storage of keys and values in a paged cache: dense, or as int8 codes with a scale per token and kv head.
 
-Shapes: T packed tokens, K kv heads, D head dim, P blocks (pages), Z tokens per block.
+Shapes: T packed tokens, K kv heads, D head dim, P blocks (pages), Z tokens per block, S numbers of a state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["CachePart", "Int8Cache", "read_cache", "tensors_of", "write_cache"]
+__all__ = ["CachePart", "Caches", "Int8Cache", "LayerCache", "read_cache", "tensors_of", "write_cache"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,35 @@ class Int8Cache:
 
 CachePart = Tensor | Int8Cache
 """Keys or values of one layer, `(P, Z, K, D)`."""
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one layer keeps of the sequences of a generation; updated in place.
+
+    Attributes:
+        k: Keys, or with latent attention latents; empty where the layer has no attention.
+        v: Values, or with latent attention the keys that all heads share; likewise.
+        states: `(rows, S)` float32 contiguous, the states of its recurrence; None without one.
+    """
+
+    k: CachePart
+    v: CachePart
+    states: Tensor | None = None
+
+    @property
+    def pages(self) -> tuple[CachePart, CachePart]:
+        """Keys and values."""
+        return self.k, self.v
+
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        """Keys, values and, if there are some, states."""
+        return self.pages if self.states is None else (*self.pages, self.states)
+
+
+Caches = Sequence[LayerCache]
+"""What each layer keeps."""
 
 
 def tensors_of(cache: CachePart) -> tuple[Tensor, ...]:

@@ -104,7 +104,8 @@ def _sequence(rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence) -
     def part(place: Place, size: int) -> Tensor:
         """Gather an input of all key heads, `(L, K * size)`."""
         begins = (place.start + head * place.step for head in range(spec.key_heads))
-        return torch.cat([rows[:, begin : begin + size] for begin in begins], dim=1)
+        gathered = torch.cat([rows[:, begin : begin + size] for begin in begins], dim=1)
+        return gathered if place.scale == 1.0 else gathered * place.scale
 
     sizes = {"q": spec.key_dim, "k": spec.key_dim, "v": each * spec.value_dim}
     order = sorted(sizes, key=lambda name: getattr(spec, name).channel)

@@ -266,7 +266,7 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Shar
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: attention in windows or blocks cannot be split; use one rank"
         )
-    beside = moe is not None and moe.beside
+    beside = spec.beside or (moe is not None and moe.beside)
     if (spec.course is not None or spec.branches != "both" or beside) and tp > 1:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: a layer with an unusual order of branches cannot be split; "

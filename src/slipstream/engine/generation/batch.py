@@ -302,11 +302,12 @@ class Batch:
         for row, held in enumerate(self._held()):
             self._schedule.add(row, held, done=held)
             slots = slots_of(self._blocks[row], held, self._tokens.device)
-            for (k, v), caches in zip(begun.pairs, self._cache.layers, strict=True):
-                if k is v:  # the states of a layer with a recurrence
-                    caches[0][row] = k[row]  # type: ignore[index]
-                    continue
-                write_cache(last_tokens(k[row], held), last_tokens(v[row], held), *caches, slots)
+            for made, kept in zip(begun.layers, self._cache.layers, strict=True):
+                if made.states is not None and kept.states is not None:
+                    kept.states[row] = made.states[row]
+                if made.pages is not None:
+                    k, v = (last_tokens(part[row], held) for part in made.pages)
+                    write_cache(k, v, *kept.pages, slots)
         self._shifts = list(begun.shifts)
         self._session.give(begun.logits)
 
@@ -351,13 +352,13 @@ class Batch:
         cache = DynamicCache(config=model.config)
         seen = self._length - self._schedule.is_behind
         dtype = self._dtype
-        for index, pair in enumerate(self._cache.layers):
+        for index, kept in enumerate(self._cache.layers):
             spec = self._runner.blocks[index].spec
             if spec.sharing == "borrows":  # transformers' cache has no such layers
                 continue
             parts = [
                 torch.stack([self._row(row, part, seen, dtype) for row in range(len(self._padding))])
-                for part in pair
+                for part in kept.pages
             ]
             if spec.cache_repeated:
                 parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]

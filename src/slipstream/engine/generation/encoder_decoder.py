@@ -21,7 +21,7 @@ from slipstream.model.frame.frame import Frame
 from slipstream.model.fused.inject import own_feed
 from slipstream.model.fused.state import injected_state
 from slipstream.ops.encoder_states import EncoderStates
-from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
+from slipstream.ops.kv_cache import CachePart, Caches, read_cache, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
 
@@ -145,13 +145,13 @@ class CrossAttendingStack:
         blocks: Sequence[Block],
         x: Tensor,
         step: Step,
-        caches: Sequence[tuple[CachePart, CachePart]],
+        caches: Caches,
         tables: dict[Rope, RopeTable],
         inputs: Tensor | None = None,
     ) -> Tensor:
         """Run the layers as `run_stack` does, with cross-attention as a third branch in each."""
         shared: Tensor | None = None
-        for block, (k_cache, v_cache) in zip(blocks, caches, strict=True):
+        for block, kept in zip(blocks, caches, strict=True):
             relative = self.relatives[id(block)]
             bias = None
             if block.spec.relative == "shared":
@@ -165,14 +165,13 @@ class CrossAttendingStack:
                 k: Tensor,
                 v: Tensor,
                 block: Block = block,
-                k_cache: CachePart = k_cache,
-                v_cache: CachePart = v_cache,
+                pages: tuple[CachePart, CachePart] = kept.pages,
                 bias: Tensor | None = bias,
             ) -> Tensor:
-                write_cache(k, v, k_cache, v_cache, step.slots)
+                write_cache(k, v, *pages, step.slots)
                 if bias is None:
-                    return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]
-                return _attend_with_bias(block, q, (k_cache, v_cache), step, bias)
+                    return block.ops.paged_attention.run(q, *pages, step, mask=block.mask)  # type: ignore[no-any-return]
+                return _attend_with_bias(block, q, pages, step, bias)
 
             table = None if block.spec.rope is None else tables[block.spec.rope]
             x = block(x, table, attend, self._across(block), feed=self._feed(block))

@@ -31,7 +31,7 @@ from slipstream.engine.generation.static_step import MOST_AHEAD, blocks_of, leas
 from slipstream.errors import DeviceError
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
-from slipstream.ops.kv_cache import CachePart, tensors_of
+from slipstream.ops.kv_cache import Caches, tensors_of
 from slipstream.ops.next_step import Following
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.step import Step
@@ -98,7 +98,7 @@ class Graphs:
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
             self.reason = "the model's angles depend on the longest sequence, which is no input of a step"
-        if not self.reason and any(not block.spec.cached for block in runner.blocks):
+        if not self.reason and not all(block.spec.keeps_pages_alone for block in runner.blocks):
             self.reason = "some layers keep a state per sequence, or nothing, in place of keys and values"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
@@ -127,14 +127,14 @@ class Graphs:
             weakref.finalize(lent, self._give_back)
             return lent
 
-    def begin(self, caches: Sequence[tuple[CachePart, CachePart]], longest: int) -> _Session | None:
+    def begin(self, caches: Caches, longest: int) -> _Session | None:
         """Begin a generation, or return None if its cache is not the graphs' one.
 
         Args:
             caches: The generation's cache, by layer.
             longest: Maximum length of a sequence in this generation.
         """
-        if self.reason or self._cache is None or caches[0][0] is not self._cache.layers[0][0]:
+        if self.reason or self._cache is None or caches[0].k is not self._cache.layers[0].k:
             return None
         # `holds` waits for the device, which is idle at this point.
         if self._angles is not None and not self._angles.holds():
@@ -275,7 +275,7 @@ class Graphs:
 
 def _tensors(cache: PagedCache) -> list[Tensor]:
     """Return the tensors of a cache, each with its blocks as the first dimension."""
-    return [tensor for pair in cache.layers for part in pair for tensor in tensors_of(part)]
+    return [tensor for layer in cache.layers for part in layer.pages for tensor in tensors_of(part)]
 
 
 class _Session:

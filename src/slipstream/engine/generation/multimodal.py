@@ -11,19 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.engine.frames import text_config
 from slipstream.engine.generation.runner import Runner
-from slipstream.spec import Recurrence, lender_of
+from slipstream.spec import BlockSpec, Recurrence, lender_of
 
-__all__ = ["Begun", "begin", "last_tokens"]
+__all__ = ["Begun", "Kept", "begin", "last_tokens"]
 
 _SILENT = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position", "past_key_values"})
 """Inputs of a step that do not affect what its token computes."""
+
+
+class Kept(NamedTuple):
+    """What a layer of transformers' cache keeps, in the form of the engine's.
+
+    Attributes:
+        pages: Keys and values, `(B, K, N, D)` each; only the last N tokens if the layer keeps no more. None
+            if it has no attention.
+        states: `(B, S)` float32, the states of its recurrence; None without one.
+    """
+
+    pages: tuple[Tensor, Tensor] | None
+    states: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -31,13 +44,12 @@ class Begun:
     """The results of prompts that have run.
 
     Attributes:
-        pairs: Keys and values of each layer, `(B, K, N, D)` each; only the last N tokens if the layer keeps
-            no more. Of a layer with a recurrence, its states `(B, S)` float32, twice.
+        layers: What each layer keeps.
         logits: Logits after the prompts, `(B, V)` float32.
         shifts: For each row, what to add to the engine road's count of tokens to get the model's position.
     """
 
-    pairs: Sequence[tuple[Tensor, Tensor]]
+    layers: Sequence[Kept]
     logits: Tensor
     shifts: Sequence[int]
 
@@ -64,8 +76,8 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     longer = torch.cat([ids, ids[:, -1:]], dim=1)  # which token is appended does not matter
     step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **later)
     shifts = _shifts(model, step, ids.shape[1], inputs.get("attention_mask"))
-    pairs = _pairs(cache, runner, ids.shape)
-    return None if shifts is None or pairs is None else Begun(pairs, _last(answer), shifts)
+    layers = _kept(cache, runner, ids.shape)
+    return None if shifts is None or layers is None else Begun(layers, _last(answer), shifts)
 
 
 def _last(answer: Any) -> Tensor:
@@ -108,8 +120,8 @@ def _places(positions: Tensor, rows: int) -> list[int] | None:
     return [int(place) for place in axes[0, :, 0].expand(rows)]
 
 
-def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor, Tensor]] | None:
-    """Return each layer's keys and values; None if the cache has others, or fewer than a layer attends to."""
+def _kept(cache: Any, runner: Runner, prompt: torch.Size) -> list[Kept] | None:
+    """Return what each layer keeps; None if the cache has another form, or fewer tokens than are seen."""
     specs = [block.spec for block in runner.blocks]
     own = [index for index, spec in enumerate(specs) if spec.sharing != "borrows"]
     # Versions of transformers differ in whether layers that borrow have a place in the cache, an empty one.
@@ -117,31 +129,32 @@ def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor,
     if len(cache.layers) not in (len(specs), len(own)):
         return None
     layers = {index: cache.layers[place] for index, place in zip(own, places, strict=True)}
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for index, block in enumerate(runner.blocks):
+    kept: list[Kept] = []
+    for index, spec in enumerate(specs):
         if index not in layers:
-            pairs.append(pairs[lender_of(specs, index)])
+            kept.append(kept[lender_of(specs, index)])
             continue
-        layer = layers[index]
-        if block.spec.recurrence is not None:
-            states = _states(layer, block.spec.recurrence, prompt[0])
-            if states is None:
-                return None
-            pairs.append((states, states))
-            continue
-        if not block.spec.cached:
+        pages = _pages(layers[index], spec, prompt) if spec.cached else None
+        states = None if spec.recurrence is None else _states(layers[index], spec.recurrence, prompt[0])
+        missing = (pages is None and spec.cached) or (states is None and spec.recurrence is not None)
+        if missing or (pages is None and states is None):
             return None
-        spec, keys, values = block.spec, getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        kept.append(Kept(pages, states))
+    return kept
+
+
+def _pages(layer: Any, spec: BlockSpec, prompt: torch.Size) -> tuple[Tensor, Tensor] | None:
+    """Return keys and values of a layer in transformers' cache; None if they have another form there."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        return None
+    heads = spec.heads if spec.cache_repeated else spec.kv_heads
+    seen = prompt[1] if spec.window is None else min(prompt[1], spec.window - 1)
+    for part in (keys, values):
+        if part.shape[:2] != (prompt[0], heads) or not seen <= part.shape[2] <= prompt[1]:
             return None
-        heads = spec.heads if spec.cache_repeated else spec.kv_heads
-        seen = prompt[1] if spec.window is None else min(prompt[1], spec.window - 1)
-        for part in (keys, values):
-            if part.shape[:2] != (prompt[0], heads) or not seen <= part.shape[2] <= prompt[1]:
-                return None
-        step = heads // spec.kv_heads
-        pairs.append((keys[:, ::step], values[:, ::step]))
-    return pairs
+    step = heads // spec.kv_heads
+    return keys[:, ::step], values[:, ::step]
 
 
 def _states(layer: Any, spec: Recurrence, rows: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from slipstream.model.block.block import Block, RopeTable
-from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.kv_cache import Caches
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
@@ -28,7 +28,7 @@ class Stack(Protocol):
         blocks: Sequence[Block],
         x: Tensor,
         step: Step,
-        caches: Sequence[tuple[CachePart, CachePart]],
+        caches: Caches,
         tables: dict[Rope, RopeTable],
         inputs: Tensor | None = None,
     ) -> Tensor: ...
@@ -88,6 +88,4 @@ class Suppresses(Protocol):
 class Whole(Protocol):
     """Runs whole steps; `begin` returns None if it cannot run the steps of this generation."""
 
-    def begin(  # noqa: D102
-        self, caches: Sequence[tuple[CachePart, CachePart]], longest: int
-    ) -> WholeSession | None: ...
+    def begin(self, caches: Caches, longest: int) -> WholeSession | None: ...  # noqa: D102

@@ -224,9 +224,9 @@ def why_not_readable(runner: Runner, request: Request) -> str | None:
 
 def why_not_kept(runner: Runner, request: Request) -> str | None:
     """Return why the engine road cannot return what a call asks for, or None if it can."""
-    others = any(not block.spec.cached for block in runner.blocks)
+    others = not all(block.spec.keeps_pages_alone for block in runner.blocks)
     if others and request.config.return_dict_in_generate:
-        return "return_dict_in_generate is set, and some layers keep states, or nothing, in place of keys"
+        return "return_dict_in_generate is set, and some layers keep states, or nothing"
     return None
 
 

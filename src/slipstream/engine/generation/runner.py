@@ -96,11 +96,11 @@ class Runner:
             if self.timer is no_timer:
                 x = self.stack(self.blocks, x, step, cache.layers, tables, inputs)
             else:
-                for index, (name, block, pair) in enumerate(
+                for index, (name, block, kept) in enumerate(
                     zip(self.names, self.blocks, cache.layers, strict=True)
                 ):
                     with self.timer(name):
-                        x = self.stack([block], x, step, [pair], tables, piece_of(inputs, index))
+                        x = self.stack([block], x, step, [kept], tables, piece_of(inputs, index))
             all_of_them = step.logit_rows.shape[0] == x.shape[0]
             return self.frame.leave(x if all_of_them else x[step.logit_rows])
 

@@ -51,7 +51,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 27
+ABI = 28
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -194,11 +194,15 @@ class Latent(ctypes.Structure):
 class Part(ctypes.Structure):
     """One of the inputs of a recurrence, by key head."""
 
-    _fields_: ClassVar[Fields] = each(c_int64, "matrix start step channel")
+    _fields_: ClassVar[Fields] = [
+        *each(c_int64, "matrix start step channel"),
+        ("scale", c_float),
+        ("unused", c_int32),
+    ]
 
 
 class Recurrence(ctypes.Structure):
-    """A mixer in place of attention, whose state per sequence has a fixed size."""
+    """A mixer in place of attention or beside it, whose state per sequence has a fixed size."""
 
     _fields_: ClassVar[Fields] = [
         ("projections", c_void_p),
@@ -206,12 +210,19 @@ class Recurrence(ctypes.Structure):
         *each(c_void_p, "kernel kernel_bias"),
         *each(c_int64, "channels width key_heads value_heads key_dim value_dim"),
         *each(Part, "q k v gate rate decay"),
+        ("out", Matrix),
         *each(c_void_p, "speed shift skip"),
         ("norm", Norm),
         ("norm_width", c_int64),
         *each(c_float, "least_step rate_scale"),
         *each(c_int32, "rule gate_first kernel_dtype bias_dtype speed_dtype shift_dtype skip_dtype unused"),
     ]
+
+
+class Multipliers(ctypes.Structure):
+    """Constants inside a block."""
+
+    _fields_: ClassVar[Fields] = each(c_float, "attention_in keys attention_out mixer_out feed_in feed_out")
 
 
 class Inputs(ctypes.Structure):
@@ -228,7 +239,7 @@ class Block(ctypes.Structure):
         *each(c_int32, "post parallel residual_from_norm gated"),
         *each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
         *each(c_float, "residual_scale clip growth growth_period growth_offset"),
-        *each(c_int32, "causal gate gates_heads branches keys_values unused"),
+        *each(c_int32, "causal gate gates_heads branches keys_values beside"),
         ("mask", Mask),
         *each(Scale, "attn_scale mlp_scale layer_scale"),
         *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm v_norm"),
@@ -237,6 +248,7 @@ class Block(ctypes.Structure):
         ("across", POINTER(Across)),
         ("latent", POINTER(Latent)),
         ("recurrence", POINTER(Recurrence)),
+        ("multipliers", POINTER(Multipliers)),
         ("inputs", POINTER(Inputs)),
     ]
 
@@ -305,9 +317,9 @@ class NormCall(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """Keys and values of one layer."""
+    """Keys and values of one layer, and the states of its recurrence."""
 
-    _fields_: ClassVar[Fields] = each(c_void_p, "k v k_scales v_scales past_k past_v")
+    _fields_: ClassVar[Fields] = each(c_void_p, "k v k_scales v_scales past_k past_v states")
 
 
 class PagedAttentionCall(ctypes.Structure):

@@ -13,6 +13,7 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import BRANCHES, DTYPES, GATES, KEYS_VALUES, address
 from slipstream.kernels.cpu.matrix import kept_matrix, matrix_of
 from slipstream.kernels.cpu.mixture import mixture_of
+from slipstream.kernels.cpu.multipliers import multipliers_of, refuse_multipliers
 from slipstream.kernels.cpu.norm import norm_of
 from slipstream.kernels.cpu.paged_attention import mask_of
 from slipstream.kernels.cpu.recurrence import (
@@ -105,7 +106,7 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         return reason
     if spec.latent is not None and (reason := _refuse_latent(block)):
         return reason
-    if (reason := _refuse_keys_values(spec)) is not None:
+    if (reason := _refuse_keys_values(spec) or refuse_multipliers(block)) is not None:
         return reason
     if spec.moe is not None and (spec.moe.residual or spec.moe.idle):
         return (
@@ -122,7 +123,7 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         if reason is not None:
             return f"{role}: {reason}"
     for slopes in (block.mask.alibi, block.mask.sinks):
-        if spec.mixer is None and slopes is not None and slopes.numel() != spec.heads:
+        if spec.attends and slopes is not None and slopes.numel() != spec.heads:
             return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
     return None
 
@@ -280,8 +281,11 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         if role in block.weights.matrices:
             setattr(struct, name, kept_matrix(block.weights.matrices[role], memory))
     if spec.recurrence is not None and block.part is not None:
-        describe_recurrence(block.part, struct, memory)
+        describe_recurrence(block.part, spec, struct, memory)
+    if not spec.attends:
         struct.gate, struct.clip, struct.table = 0, 0.0, -1
+    if spec.multipliers is not None:
+        struct.multipliers = ctypes.pointer(multipliers_of(spec.multipliers, gated=spec.gated))
     keys_values = "borrows" if spec.sharing == "borrows" else spec.values
     struct.keys_values = KEYS_VALUES[keys_values]
     if spec.value_norm and keys_values != "borrows":
@@ -304,7 +308,7 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         setattr(struct, name, norm_of(vectors.get(role), spec.norm))
     if spec.branches == "feed_forward":
         struct.mlp_norm = struct.attn_norm
-    if spec.qk_norm is not None and spec.mixer is None:
+    if spec.qk_norm is not None and spec.attends:
         struct.qk_norm = 1 if spec.qk_norm.over == "head" else 2
         struct.qk_norm_after_rope = int(spec.qk_norm.after_rope)
         for role, name in _QK_NORMS.items():

@@ -15,41 +15,43 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves_pair, step_of
 from slipstream.kernels.requirements import BlockLike
-from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.kv_cache import Caches, LayerCache
 from slipstream.ops.step import Step
-from slipstream.spec import Recurrence
+from slipstream.spec import BlockSpec, Recurrence
 
-__all__ = ["Caches", "pages_of_layers", "serves_caches", "step_over"]
-
-Caches = Sequence[tuple[CachePart, CachePart]]
-"""`(k, v)` of each layer, `(P, Z, K, D)`; one tensor twice where a layer keeps states, or nothing."""
+__all__ = ["pages_of_layers", "serves_caches", "step_over"]
 
 _UNBOUNDED = torch.Size((2**31 - 1, 2**31 - 1))
 """Blocks, and tokens per block, as large as the library accepts."""
 
 
 def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
-    """Whether caches, one pair per block as in `BlockSpec.cached`, have a layout that the library uses."""
+    """Whether what the blocks keep has a layout that the library uses."""
     first = _first_pages(blocks, caches)
     return all(
-        serves_pair(*pair, adjacent=block.spec.latent is not None)
-        and all(t.dtype == first.dtype and t.shape[:2] == first.shape[:2] for t in pair)
-        and tuple(tuple(t.shape[2:]) for t in pair) == block.spec.cached
-        if block.spec.cached
-        else block.spec.recurrence is None or _serves_states(block.spec.recurrence, pair[0])
-        for block, pair in zip(blocks, caches, strict=True)
+        (not block.spec.cached or _serves_pages(block.spec, kept, first))
+        and (block.spec.recurrence is None or _serves_states(block.spec.recurrence, kept.states))
+        for block, kept in zip(blocks, caches, strict=True)
     )
 
 
 def _first_pages(blocks: Sequence[BlockLike], caches: Caches) -> Any:
     """Return the keys of the first layer that has a KV cache; None if none of these layers has one."""
     pairs = zip(blocks, caches, strict=True)
-    return next((k for block, (k, _) in pairs if block.spec.cached), None)
+    return next((kept.k for block, kept in pairs if block.spec.cached), None)
 
 
-def _serves_states(recurrence: Recurrence, states: CachePart) -> bool:
+def _serves_pages(spec: BlockSpec, kept: LayerCache, first: Any) -> bool:
     return (
-        isinstance(states, Tensor)
+        serves_pair(*kept.pages, adjacent=spec.latent is not None)
+        and all(t.dtype == first.dtype and t.shape[:2] == first.shape[:2] for t in kept.pages)
+        and tuple(tuple(t.shape[2:]) for t in kept.pages) == spec.cached
+    )
+
+
+def _serves_states(recurrence: Recurrence, states: Tensor | None) -> bool:
+    return (
+        states is not None
         and states.dtype == torch.float32
         and states.device.type == "cpu"
         and states.is_contiguous()
@@ -63,10 +65,13 @@ def pages_of_layers(blocks: Sequence[BlockLike], caches: Caches) -> tuple[Any, i
     The tensors must be kept alive.
     """
     pages = _first_pages(blocks, caches)
-    pairs = zip(blocks, caches, strict=True)
-    structs = (cache_of(k, v) if block.spec.cached else abi.Cache(address(k)) for block, (k, v) in pairs)  # type: ignore[arg-type]
+    structs = (abi.Cache * len(caches))()
+    for index, (block, kept) in enumerate(zip(blocks, caches, strict=True)):
+        if block.spec.cached:
+            structs[index] = cache_of(*kept.pages)
+        structs[index].states = address(kept.states)
     dtype = DTYPES[torch.float32] if pages is None else cache_dtype(pages)
-    return (abi.Cache * len(caches))(*structs), dtype
+    return structs, dtype
 
 
 def step_over(blocks: Sequence[BlockLike], caches: Caches, step: Step) -> abi.Step:
@@ -80,8 +85,7 @@ def step_over(blocks: Sequence[BlockLike], caches: Caches, step: Step) -> abi.St
     pages = _first_pages(blocks, caches)
     # Where no layer has pages none are read, so that the step's slots may have any value.
     described = step_of(step, _UNBOUNDED if pages is None else pages.shape)
-    pairs = zip(blocks, caches, strict=True)
-    states = next((pair[0] for block, pair in pairs if block.spec.recurrence is not None), None)
+    states = next((kept.states for kept in caches if kept.states is not None), None)
     if states is not None:
         described.states, described.num_states = address(step.states), states.shape[0]
     return described

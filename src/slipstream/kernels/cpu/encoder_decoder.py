@@ -15,13 +15,13 @@ from torch import Tensor
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, across_of, refuse_block
-from slipstream.kernels.cpu.caches import Caches
 from slipstream.kernels.cpu.frames import FrameLike
 from slipstream.kernels.cpu.library import ISAS, load, refuse
 from slipstream.kernels.cpu.model import NativeModel
 from slipstream.kernels.cpu.stack import NativeStack, Run
 from slipstream.kernels.requirements import BlockLike
 from slipstream.ops.encoder_states import EncoderStates
+from slipstream.ops.kv_cache import Caches
 
 __all__ = ["NativeEncoderDecoder", "bind_encoder_decoder"]
 

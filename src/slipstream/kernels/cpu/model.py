@@ -19,7 +19,7 @@ from slipstream.kernels.cpu import abi, abi_model
 from slipstream.kernels.cpu.abi import address
 from slipstream.kernels.cpu.angles import KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared
-from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
+from slipstream.kernels.cpu.caches import pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.draw import Drawing, check
 from slipstream.kernels.cpu.frames import FrameLike, refuse_frame, struct_of_frame
 from slipstream.kernels.cpu.leases import Turns
@@ -29,6 +29,7 @@ from slipstream.kernels.cpu.progress import reporting
 from slipstream.kernels.cpu.screen import Screens
 from slipstream.kernels.cpu.sketch import SketchFormat
 from slipstream.kernels.cpu.stack import NativeStack
+from slipstream.ops.kv_cache import Caches
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
@@ -70,7 +71,7 @@ class NativeModel:
         """Prepare the steps of one generation, or return None if the library cannot run them.
 
         Args:
-            caches: `(k, v)` of each layer, `(P, Z, K, D)`.
+            caches: What each layer keeps.
             longest: Maximum number of positions that the generation may reach.
         """
         prepared = self.stack.ready()

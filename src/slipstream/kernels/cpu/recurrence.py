@@ -50,20 +50,23 @@ def refuse_recurrence(spec: BlockSpec, part: RecurrentLike | None, leased: bool)
     return None
 
 
-def describe_recurrence(part: RecurrentLike, struct: abi.Block, memory: list[Any]) -> None:
-    """Fill in a block's recurrence and its last matrix.
+def describe_recurrence(part: RecurrentLike, block: BlockSpec, struct: abi.Block, memory: list[Any]) -> None:
+    """Fill in a block's recurrence.
 
     Args:
         part: Accepted by `refuse_recurrence`.
+        block: The block in numbers.
         struct: The block's.
         memory: Receives the objects, other than tensors, that the struct points to.
     """
     spec, vectors, weights = part.spec, part.vectors, part.projections
     matrices = (abi.Matrix * len(weights))(*(_matrix(weight, memory) for weight in weights))
+    entry = 1.0 if block.multipliers is None else block.multipliers.attention_in
     begins = [sum(weight.shape[0] for weight in weights[:i]) for i in range(len(weights))]
     recurrence = abi.Recurrence(
         projections=ctypes.addressof(matrices),
         num_projections=len(weights),
+        out=_matrix(part.last, memory),
         kernel=address(vectors.kernel),
         kernel_bias=address(vectors.kernel_bias),
         channels=spec.channels,
@@ -72,7 +75,7 @@ def describe_recurrence(part: RecurrentLike, struct: abi.Block, memory: list[Any
         value_heads=spec.value_heads,
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
-        **{name: _place(getattr(spec, name), begins) for name in _PLACES},
+        **{name: _place(getattr(spec, name), begins, entry) for name in _PLACES},
         **{name: address(getattr(vectors, name)) for name in ("speed", "shift", "skip")},
         rule=_RULES[spec.rule],
         gate_first=int(spec.gate_first),
@@ -95,8 +98,7 @@ def describe_recurrence(part: RecurrentLike, struct: abi.Block, memory: list[Any
             weight_dtype=_dtype(weight),
         )
     memory += [matrices, recurrence]
-    struct.recurrence = ctypes.pointer(recurrence)
-    struct.attn_out = _matrix(part.last, memory)
+    struct.recurrence, struct.beside = ctypes.pointer(recurrence), int(block.beside)
 
 
 def tensors_of_recurrence(part: RecurrentLike) -> list[Tensor]:
@@ -118,10 +120,16 @@ def _matrix(weight: Weight, memory: list[Any]) -> abi.Matrix:
     return matrix
 
 
-def _place(place: Place, begins: list[int]) -> abi.Part:
-    """Describe where an input is: in the last projection that begins before it."""
+def _place(place: Place, begins: list[int], entry: float) -> abi.Part:
+    """Describe where an input is: in the last projection that begins before it.
+
+    Args:
+        place: The input.
+        begins: Where each projection begins in the projected row.
+        entry: What the projections' own inputs are multiplied by, for attention beside the mixer.
+    """
     matrix = max(index for index, begin in enumerate(begins) if begin <= place.start)
-    return abi.Part(matrix, place.start - begins[matrix], place.step, place.channel)
+    return abi.Part(matrix, place.start - begins[matrix], place.step, place.channel, place.scale / entry)
 
 
 def _dtype(tensor: Tensor | None) -> int:

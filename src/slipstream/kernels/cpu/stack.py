@@ -20,13 +20,14 @@ from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
 from slipstream.kernels.cpu.abi_text import TextCall
 from slipstream.kernels.cpu.angles import tables_of
 from slipstream.kernels.cpu.blocks import Prepared, biased, prepare, refuse_block
-from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
+from slipstream.kernels.cpu.caches import pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.dynamic_cache import extended
 from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import Library, load, rest_torch
 from slipstream.kernels.cpu.paged_attention import serves
 from slipstream.kernels.cpu.text import NativeText, refuse_text
 from slipstream.kernels.requirements import BlockLike
+from slipstream.ops.kv_cache import Caches
 from slipstream.ops.step import Older, Packed, Step
 from slipstream.ops.text import TextFrame
 from slipstream.spec import BlockSpec, Role, Rope
@@ -108,7 +109,7 @@ class NativeStack:
             blocks: All blocks of the engine, or a contiguous part of them.
             x: `(T, C)`; not modified.
             step: Lengths, slots and block table.
-            caches: `(k, v)` of each of the blocks, `(P, Z, K, D)`; updated in place.
+            caches: What each of the blocks keeps; updated in place.
             tables: Cosines and sines by rope, `(T, R / 2)`.
             inputs: `(T, blocks, P)`, the blocks' own inputs, where they have some.
 

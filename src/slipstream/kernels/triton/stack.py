@@ -32,14 +32,13 @@ from slipstream.kernels.triton.operands import Around, Matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Bound
-from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.kv_cache import CachePart, Caches
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step, piece_of
 from slipstream.spec import BlockSpec, Norm, Role, Rope
 
 __all__ = ["TritonStack", "bind_stack", "refuse_block"]
 
-Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
 Run = Callable[[Any, Tensor, Step, Caches, Tables, Tensor | None], Tensor]
 """The signature of `model.frame.run_stack`."""
@@ -160,7 +159,7 @@ class TritonStack:
             blocks: All blocks of the engine, or a contiguous part of them.
             x: `(T, C)`; not modified.
             step: Lengths, slots and block table.
-            caches: `(k, v)` of each of the blocks, `(P, Z, K, D)`; updated in place.
+            caches: What each of the blocks keeps; updated in place.
             tables: Cosines and sines by rope, `(T, R / 2)`.
             inputs: `(T, blocks, P)`, the blocks' own inputs, where they have some.
 
@@ -177,11 +176,11 @@ class TritonStack:
         counters = -(-rows * most // 4) * 4
         arrived = torch.zeros(len(blocks), counters, dtype=torch.int32, device=x.device)
         x = x.contiguous()
-        for index, (block, pair) in enumerate(zip(blocks, caches, strict=True)):
+        for index, (block, kept) in enumerate(zip(blocks, caches, strict=True)):
             if self._accepts(block):
-                x = _layer(block, x, step, pair, tables, arrived[index])
+                x = _layer(block, x, step, kept.pages, tables, arrived[index])
             else:
-                x = self._otherwise([block], x, step, [pair], tables, piece_of(inputs, index))
+                x = self._otherwise([block], x, step, [kept], tables, piece_of(inputs, index))
         return x
 
     def _accepts(self, block: BlockLike) -> bool:

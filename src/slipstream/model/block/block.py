@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.model.block.experts import run_experts
-from slipstream.model.block.gate import Turning, growing, in_range, opened
+from slipstream.model.block.gate import Turning, growing, in_range, multiplied, opened
 from slipstream.model.block.latent_attention import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
@@ -23,7 +23,7 @@ from slipstream.ops.recurrence import RecurrentLike
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
 from slipstream.parallel.shard import Share
-from slipstream.spec import BlockSpec, Latent, Norm, Role
+from slipstream.spec import BlockSpec, Latent, Multipliers, Norm, Role
 from slipstream.weights.load import BlockWeights
 
 __all__ = ["Attend", "Block", "CrossAttend", "Mix", "RopeTable"]
@@ -77,6 +77,7 @@ class Block:
     def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops, share: Share | None = None) -> None:
         """Take the weights as they are; nothing is copied."""
         self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
+        self._by = spec.multipliers or Multipliers()
         self.part: RecurrentLike | None = None
         sinks = weights.vectors.get(Role.SINKS)
         device = weights.device
@@ -114,7 +115,7 @@ class Block:
             rope: The table for these tokens; ignored where the spec has no rope.
             attend: The caller's attention for this layer.
             across: The caller's attention over an encoder's states; None skips that branch.
-            mix: Replaces attention, where the spec has a mixer.
+            mix: Replaces attention, or runs beside it, where the spec has a mixer.
             feed: Replaces the feed-forward, where the spec has a feeder.
             positions: `(T,)` int64; needed where the spec has `growth`.
             inputs: `(T, P)`, the per-layer input, where the spec has one.
@@ -154,7 +155,7 @@ class Block:
         residual = self._carried(normed if spec.residual_from == "norm" else x)
         if spec.branches == "feed_forward":
             return self._feed(residual, normed, feed, inputs)
-        attended = self.attention(normed, rope, attend) if mix is None else mix(normed)
+        attended = self._attended(normed, rope, attend, mix)
         if spec.parallel:
             entry = self.norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
             return residual + self._both(attended, self.feed_forward(entry))
@@ -166,6 +167,14 @@ class Block:
         normed = self.norm(Role.MLP_NORM, x)
         residual = self._carried(normed if spec.residual_from == "norm" else x)
         return self._feed(residual, normed, feed, inputs)
+
+    def _attended(self, x: Tensor, rope: RopeTable | None, attend: Attend, mix: Mix | None) -> Tensor:
+        """Run attention, or the mixer in its place, or both: the rank's part of `(T, C)`, to `(T, C)`."""
+        if mix is not None and not self.spec.beside:
+            return mix(x)
+        entry = multiplied(x, self._by.attention_in)
+        attended = multiplied(self.attention(entry, rope, attend), self._by.attention_out)
+        return attended if mix is None else multiplied(mix(x), self._by.mixer_out) + attended
 
     def _feed(self, residual: Tensor, normed: Tensor, feed: Mix | None, inputs: Tensor | None) -> Tensor:
         """Run the feed-forward branch and what follows it."""
@@ -184,7 +193,7 @@ class Block:
         return x if scale is None or scale.weight is None else x * scale.weight
 
     def _carried(self, residual: Tensor) -> Tensor:
-        return residual if self.spec.carry == 1.0 else residual * self.spec.carry
+        return multiplied(residual, self.spec.carry)
 
     def sum(self, branch: Tensor) -> Tensor:
         """Sum a branch's partial outputs over the ranks."""
@@ -249,8 +258,7 @@ class Block:
 
     def _scaled(self, role: Role, branch: Tensor) -> Tensor:
         """Multiply a branch by `residual_scale` and by the role's vector per channel, where there are any."""
-        if self.spec.residual_scale != 1.0:
-            branch = branch * self.spec.residual_scale
+        branch = multiplied(branch, self.spec.residual_scale)
         vector = self.weights.vectors.get(role)
         return branch if vector is None or vector.weight is None else branch * vector.weight
 
@@ -273,6 +281,7 @@ class Block:
         if spec.latent is not None:
             return self._latent_attention(x, spec.latent, rope, attend)
         q, k, v, opening = self._project(x)
+        k = multiplied(k, self._by.keys)
         after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
         if not after_rope:
             q, k = self._qk_norms(q, k)
@@ -352,7 +361,7 @@ class Block:
             `(T, C)`.
         """
         if self.spec.moe is None:
-            return self.dense(x, Role.MLP_IN, Role.MLP_OUT)
+            return multiplied(self.dense(x, Role.MLP_IN, Role.MLP_OUT), self._by.feed_out)
         return run_experts(self, self.spec.moe, x, stream)
 
     def mix(self, x: Tensor, router: Weight | Routed, choice: Tensor | None = None) -> Tensor:
@@ -365,6 +374,9 @@ class Block:
     def dense(self, x: Tensor, first: Role, second: Role) -> Tensor:
         """Run two matrices of the block with the activation between them, on `(T, C)`."""
         y, learned = self.linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
+        if self._by.gate != 1.0:
+            gate, *up = y.chunk(2, dim=-1) if self.spec.gated else (y,)
+            y = torch.cat([gate * self._by.gate, *up], dim=-1)
         if learned is not None and learned.weight is not None:
             y = xielu(y, learned.weight)
         else:

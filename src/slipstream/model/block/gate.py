@@ -1,4 +1,4 @@
-"""Elementwise helpers of a block: scaling of queries by position, attention gates, clamping to float16.
+"""Elementwise helpers of a block: constant factors, growing queries, attention gates, clamping to float16.
 
 Shapes: T packed tokens, H heads, D head dim.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.spec import Gate, Growth
 
-__all__ = ["Turning", "growing", "growth", "in_range", "opened"]
+__all__ = ["Turning", "growing", "growth", "in_range", "multiplied", "opened"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,6 +33,11 @@ class Turning:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with queries and keys that are already rotated."""
         return self.turned(q, k, v, None)
+
+
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """Return `x * factor`, which is `x` itself where the factor is 1."""
+    return x if factor == 1.0 else x * factor
 
 
 def growth(spec: Growth, positions: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ class LayerCall:
         rope: Cosines and sines that the model passed as `position_embeddings`, or None.
         positions: `(B | 1, S)` int64, or None.
         cross: Arguments about an encoder, or None.
-        given: All arguments except the hidden states, by name, where a module of the layer replaces a branch.
+        given: All arguments except the hidden states, by name, where a module of the layer replaces a branch
+            or runs beside one.
         inputs: `(B, S, P)`, the per-layer input, or None.
         mask_of: Computes the mask from the values `(B, K, L, D)` that are attended to, or None.
         offset: Added to the layer's index in the cache, for layers that run more than once.
@@ -120,10 +121,11 @@ class LayerSignature:
             hidden = hidden[0]  # one of several streams, which have the same shape
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
             return None
-        if spec.mixer is not None or spec.branches in ("feed_forward", "neither"):
+        if not spec.attends:
             known = self._ignorable.union(_MASKS, _CACHES)
             unknown = any(_asks(value) for name, value in given.items() if name not in known)
             return None if unknown else LayerCall(hidden, None, None, None, None, None, given=given)
+        every = dict(given) if spec.beside else None
         shared = given.pop("shared_kv_states", None)
         inputs = given.pop("per_layer_input", None) if spec.inputs else None
         offset = given.pop("cycle_offset", 0)
@@ -162,7 +164,7 @@ class LayerSignature:
         table = None if rope is None else (rope[0], rope[1])
         if (spec.inputs and inputs is None) or (spec.sharing != "own" and shared is None):
             return None
-        own: dict[str, Any] = {"inputs": inputs, "shared": shared, "offset": offset}
+        own: dict[str, Any] = {"inputs": inputs, "shared": shared, "offset": offset, "given": every}
         return LayerCall(hidden, mask, bias, cache, table, positions, cross, **own)
 
     def read_own(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, packed: bool) -> LayerCall | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from slipstream.errors import DeviceError
-from slipstream.ops.kv_cache import CachePart, Int8Cache, tensors_of
+from slipstream.ops.kv_cache import CachePart, Int8Cache, LayerCache, tensors_of
 from slipstream.spec import BlockSpec, lender_of
 
 __all__ = ["BLOCK_SIZE", "PagedCache", "bytes_per_token", "slots_of"]
@@ -27,10 +27,9 @@ class PagedCache:
     when the generation ends.
 
     Attributes:
-        layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s if the
-            dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key, side by side in
-            memory unless the dtype is int8. Of a layer with a recurrence, its states `(rows, S)` float32, as
-            both; of one without attention, empty tensors; of one that borrows, the lending layer's.
+        layers: What each layer keeps. Keys and values are contiguous, and `Int8Cache`s if the dtype is int8.
+            With latent attention (`BlockSpec.cached`), a latent and one key, side by side in memory unless
+            the dtype is int8. Of a layer that borrows, the lending layer's.
         capacity: Number of blocks.
     """
 
@@ -75,10 +74,11 @@ class PagedCache:
             ) from error
         parts = {shape: _parts(room) for shape, room in rooms.items()}
         states = iter(self._states)
-        self.layers: list[tuple[CachePart, CachePart]] = [
-            _pair(spec, [next(parts[shape]) for shape in _shapes(spec, dtype)])
-            if spec.recurrence is None
-            else _twice(next(states))
+        self.layers = [
+            LayerCache(
+                *_pair(spec, [next(parts[shape]) for shape in _shapes(spec, dtype)]),
+                None if spec.recurrence is None else next(states),
+            )
             for spec in specs
         ]
         for index in range(len(specs)):
@@ -162,16 +162,13 @@ def _pair(spec: BlockSpec, tensors: Sequence[CachePart]) -> tuple[CachePart, Cac
     if len(tensors) == 2:
         return tensors[0], tensors[1]
     if not tensors:
-        return _twice(torch.empty(0, dtype=torch.float32, device="cpu"))
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        return nothing, nothing
     whole = tensors[0]
     if isinstance(whole, Int8Cache):
         raise AssertionError("codes have one scale per part, so the parts are not adjacent")
     first, second = whole.split([width for _, width in spec.cached], dim=-1)
     return first, second
-
-
-def _twice(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensor, tensor
 
 
 def _room(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:

@@ -6,7 +6,7 @@ Shapes: T packed tokens, C hidden, S numbers of a state.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,28 @@ class RecurrentPart:
     Attributes:
         module: The layer's own module.
         paths: Where its tensors are.
-        spec: What it computes.
+        config: What it computes by the model's config.
     """
 
     module: nn.Module
     paths: RecurrentParts
-    spec: Recurrence
+    config: Recurrence
+
+    @property
+    def spec(self) -> Recurrence:
+        """What it computes by its own buffers, which another dtype rounds."""
+        scales = self._scales()
+        if scales is None or scales.is_meta:
+            return self.config
+        places = {name: getattr(self.config, name) for name in _sizes(self.config)}
+        scaled = {
+            name: replace(place, scale=place.scale * float(scales[place.start]))
+            for name, place in places.items()
+        }
+        return replace(self.config, **scaled)
+
+    def _scales(self) -> Tensor | None:
+        return None if self.paths.scales is None else self.module.get_buffer(self.paths.scales).flatten()
 
     @property
     def projections(self) -> tuple[Weight, ...]:
@@ -51,7 +67,8 @@ class RecurrentPart:
     def vectors(self) -> Vectors:
         """The other tensors."""
         convolution: Any = self.module.get_submodule(self.paths.convolution)
-        names = {name: getattr(self.paths, name) for name in ("speed", "shift", "skip", "norm")}
+        names = {name: getattr(self.paths, name) for name in ("speed", "shift", "skip")}
+        names |= {"norm": None if self.config.norm is None else self.paths.norm}
         own = {name: self._parameter(path) for name, path in names.items() if path is not None}
         return Vectors(convolution.weight[:, 0], convolution.bias, **own)
 
@@ -79,9 +96,11 @@ class RecurrentPart:
         if convolution.weight.shape != shape or convolution.groups != spec.channels:
             return f"a convolution of shape {tuple(convolution.weight.shape)} in place of {shape}"
         try:
-            vectors = self.vectors
+            vectors, scales = self.vectors, self._scales()
         except AttributeError as error:
             return str(error)
+        if scales is not None and not _is_constant(scales, self.config):
+            return "its multipliers differ within one input, or have no values yet"
         heads = {None if spec.rule == "none" else spec.value_heads}
         counts = {"speed": heads, "shift": heads, "skip": {None, *heads}}
         counts |= {"norm": {None, spec.norm_width, spec.outputs}, "kernel_bias": {None, spec.channels}}
@@ -105,3 +124,24 @@ class RecurrentPart:
         """
         rows = torch.cat([times(linear, x, weight) for weight in self.projections], dim=-1)
         return times(linear, recur(rows, self.vectors, step, states, self.spec), self.last)
+
+
+def _sizes(spec: Recurrence) -> dict[str, int]:
+    """Return how many numbers each key head has of each input of a recurrence with a rule."""
+    each = spec.value_heads // max(spec.key_heads, 1)
+    wide = each * spec.value_dim
+    return {"q": spec.key_dim, "k": spec.key_dim, "v": wide, "gate": wide, "rate": each, "decay": each}
+
+
+def _is_constant(scales: Tensor, spec: Recurrence) -> bool:
+    """Whether factors of a projected row are the same number within each input of a recurrence."""
+    if scales.is_meta or spec.rule == "none":
+        return False
+    for name, size in _sizes(spec).items():
+        place = getattr(spec, name)
+        for head in range(spec.key_heads):
+            begin = place.start + head * place.step
+            part = scales[begin : begin + size]
+            if part.numel() != size or bool((part != scales[place.start]).any()):
+                return False
+    return True

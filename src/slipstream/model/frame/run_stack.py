@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.model.block.block import Block, Mix, RopeTable
 from slipstream.model.block.gate import Turning
 from slipstream.model.block.latent_attention import attend_paged
-from slipstream.ops.kv_cache import CachePart, write_cache
+from slipstream.ops.kv_cache import CachePart, Caches, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
 
@@ -20,7 +20,7 @@ def run_stack(
     blocks: Sequence[Block],
     x: Tensor,
     step: Step,
-    caches: Sequence[tuple[CachePart, CachePart]],
+    caches: Caches,
     tables: dict[Rope, RopeTable],
     inputs: Tensor | None = None,
 ) -> Tensor:
@@ -33,15 +33,14 @@ def run_stack(
         blocks: The layers in order.
         x: `(T, C)`.
         step: Lengths, slots and block table.
-        caches: `(k, v)` of each layer, with latent attention `(latents, keys)`, with a recurrence its states
-            twice; of a layer that borrows, those of the layer that lends; updated in place.
+        caches: What each layer keeps, of a layer that borrows that of the lending one; updated in place.
         tables: From `Frame.angles`.
         inputs: `(T, layers, P)` from `Frame.layer_inputs`, if the layers have inputs of their own.
 
     Returns:
         `(T, C)`, the output of the last layer.
     """
-    for index, (block, pair) in enumerate(zip(blocks, caches, strict=True)):
+    for index, (block, kept) in enumerate(zip(blocks, caches, strict=True)):
 
         def attend(
             q: Tensor,
@@ -49,7 +48,7 @@ def run_stack(
             v: Tensor,
             angles: RopeTable | None,
             block: Block = block,
-            caches: tuple[CachePart, CachePart] = pair,
+            caches: tuple[CachePart, CachePart] = kept.pages,
         ) -> Tensor:
             ops, spec = block.ops, block.spec
             if (latent := spec.latent) is not None:
@@ -63,16 +62,16 @@ def run_stack(
             q = ops.rope_cache.run(q, k, v, *caches, step.slots, tables=angles, interleaved=pairs)
             return ops.paged_attention.run(q, *caches, step, mask=block.mask)  # type: ignore[no-any-return]
 
-        mix = None if block.spec.recurrence is None else _recurrent(block, step, pair[0])
+        mix = None if block.spec.recurrence is None else _recurrent(block, step, kept.states)
         table = None if block.spec.rope is None else tables[block.spec.rope]
         own = None if inputs is None or not block.spec.inputs else inputs[:, index]
         x = block(x, table, Turning(attend), mix=mix, positions=step.positions, inputs=own)
     return x
 
 
-def _recurrent(block: Block, step: Step, states: CachePart) -> Mix:
-    """Return what replaces the attention of a block with a recurrence, on `(T, C)`."""
+def _recurrent(block: Block, step: Step, states: Tensor | None) -> Mix:
+    """Return the mixer of a block with a recurrence, on `(T, C)`."""
     part = block.part
-    if part is None or not isinstance(states, Tensor):
+    if part is None or states is None:
         raise AssertionError("a block with a recurrence runs without its mixer or its states")
     return lambda x: part(x, step, states, block.ops.linear.run)

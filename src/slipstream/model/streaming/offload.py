@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.model.block.block import Block, RopeTable
 from slipstream.model.streaming.stream import Streamer
 from slipstream.ops.bind import Bound
-from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.kv_cache import Caches
 from slipstream.ops.step import Step, piece_of
 from slipstream.spec import Role, Rope
 
@@ -73,7 +73,7 @@ class OneByOne:
         blocks: Sequence[Block],
         x: Tensor,
         step: Step,
-        caches: Sequence[tuple[CachePart, CachePart]],
+        caches: Caches,
         tables: dict[Rope, RopeTable],
         inputs: Tensor | None = None,
     ) -> Tensor:

@@ -14,7 +14,7 @@
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 27;
+constexpr int32_t kAbi = 28;
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
 // an index.
@@ -86,6 +86,7 @@ struct Cache {
     void *k, *v;
     float *k_scales, *v_scales;
     const void *past_k, *past_v;
+    float* states; // `(num_states, S)`: of the block's recurrence; S is `state_size` in recurrence.h
 };
 
 // Causal attention of packed queries to a paged cache.

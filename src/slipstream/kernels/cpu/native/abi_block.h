@@ -98,25 +98,30 @@ struct Latent {
     Matrix query_down, down, up; // `(Q, C)`, or with 0 outputs if the queries have no latent; `(R + r, C)`
 };
 
-// One of the inputs of a recurrence, by key head: those of head h are outputs [start + h * step, ...) of a
-// projection. What is convolved has channels [channel + h * size, ...) for heads of `size` outputs.
+// One of the inputs of a recurrence, by key head: those of head h are `scale` times the outputs [start + h *
+// step, ...) of a projection. What is convolved has channels [channel + h * size, ...) for heads of `size`
+// outputs.
 struct Part {
     int64_t matrix, start, step, channel;
+    float scale;
+    int32_t unused;
 };
 
 enum Rule : int32_t { kNoRule = 0, kDeltaRule = 1, kStateSpace = 2, kRules = 3 };
 
-// A mixer in place of attention, whose state per sequence has a fixed size; recurrence.h has the formulas.
+// A mixer whose state per sequence has a fixed size; recurrence.h has the formulas. It replaces attention, or
+// with `Block::beside` reads the same input, and both outputs are added.
 // Without a rule the output is gate * convolution(q * v), each `channels` wide. With a rule, q, k and v are
 // convolved, with silu; key heads have key_dim outputs of q and k each, and value_heads / key_heads times
 // value_dim outputs of v and of the gate, and as many rates and decays as they have value heads.
 struct Recurrence {
-    const Matrix* projections;        // of the block's input; `attn_out` multiplies the mixer's output
+    const Matrix* projections;        // of the block's input
     int64_t num_projections;          // up to 6
     const void *kernel, *kernel_bias; // `(channels, width)` contiguous; `(channels,)` or null
     int64_t channels, width;          // width: tokens that the convolution covers, 2 to 8
     int64_t key_heads, value_heads, key_dim, value_dim; // 0 without a rule
     Part q, k, v, gate, rate, decay;                    // without a rule: q, v and gate, with one head
+    Matrix out;                                         // of the mixer's output
     // `(value_heads,)` each. The decay is exp(-exp(speed) * step), step = softplus(decay + shift). The rate
     // is rate_scale * sigmoid(rate), or with kStateSpace the step, which is at least `least_step` unless its
     // token continues a sequence alone (transformers bounds the steps of prompts only).
@@ -128,6 +133,12 @@ struct Recurrence {
     float least_step, rate_scale;
     int32_t rule, gate_first;
     int32_t kernel_dtype, bias_dtype, speed_dtype, shift_dtype, skip_dtype, unused;
+};
+
+// Constants, by what they multiply: the input of attention and mixer, after its norm; the projected keys;
+// the outputs of attention and mixer; input, after its norm, and output of the feed-forward.
+struct Multipliers {
+    float attention_in, keys, attention_out, mixer_out, feed_in, feed_out;
 };
 
 // A third branch after the other two, whose gate is opened by an input of its own for each token:
@@ -163,7 +174,8 @@ struct Block {
     int32_t gate, gates_heads;
     int32_t branches;
     // Where keys and values come from (`KeysValues`); other than kOwnValues only with caches.
-    int32_t keys_values, unused;
+    int32_t keys_values;
+    int32_t beside; // 1: the recurrence is beside attention, not in its place
     Mask mask;
     Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
     Scale layer_scale;           // one number, `(1,)`, of the block's output
@@ -177,10 +189,11 @@ struct Block {
     const Moe* moe;         // replaces the plain feed-forward, or null
     const Across* across;   // or null; not with `parallel`
     const Latent* latent; // or null; K = H then, without norms of heads, clipping, gate and biases of scores
-    // or null: replaces attention; `qkv` is then not read, and `attn_out` is of as many inputs as the mixer
-    // has outputs. Only with caches, without `post`, `parallel`, `across`, `latent`.
+    // or null: replaces attention, whose matrices are then not read, or is beside it. Only with caches,
+    // without `post`, `parallel`, `across`, `latent`.
     const Recurrence* recurrence;
-    const Inputs* inputs; // or null; only with both branches, in sequence and not `post`
+    const Multipliers* multipliers; // or null; without `post`, `parallel`, `residual_from_norm`, `moe`
+    const Inputs* inputs;           // or null; only with both branches, in sequence and not `post`
 };
 
 } // namespace slipstream

@@ -45,6 +45,8 @@ Status block(const Block& b, const StackCall& call) {
         return kUnsupported;
     status = first_of(status, norm(b.q_norm, q, b.qk_norm == kPerHead ? b.head_dim : q));
     status = first_of(status, norm(b.k_norm, kv, b.qk_norm == kPerHead ? b.head_dim : kv));
+    if (b.multipliers && (b.post || b.parallel || b.residual_from_norm || b.moe))
+        return kUnsupported;
     if (b.inputs)
         status = first_of(status, inputs(*b.inputs, b, call));
     for (const Scale* scale : {&b.attn_scale, &b.mlp_scale, &b.layer_scale})
@@ -87,12 +89,13 @@ Status layers(const StackCall& call, int64_t more = 0) {
     if (status == kOk)
         status = tables(call, more);
     for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
-        Status cached = kOk;
-        if (call.caches)
-            cached = call.blocks[i].branches == kOnlyFeed ? kOk
-                     : call.blocks[i].recurrence ? states(call.caches[i], call.step)
-                                                 : cache(call.caches[i], call.cache_dtype, call.step);
-        status = first_of(cached, block(call.blocks[i], call));
+        const Block& b = call.blocks[i];
+        const bool keeps = call.caches && b.branches != kOnlyFeed;
+        if (keeps && b.recurrence)
+            status = states(call.caches[i], call.step);
+        if (keeps && (!b.recurrence || b.beside))
+            status = first_of(status, cache(call.caches[i], call.cache_dtype, call.step));
+        status = first_of(status, block(b, call));
     }
     return status == kOk ? distances(call, more) : status;
 }

@@ -95,7 +95,7 @@ Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
     constexpr int64_t kMostProjections = 6, kWidest = 8;
     if (!call.caches || call.step.heads_first || b.post || b.parallel || b.latent || b.across)
         return kUnsupported;
-    if (b.gate || b.clip != 0.0f || b.qk_norm || b.table >= 0)
+    if (!b.beside && (b.gate || b.clip != 0.0f || b.qk_norm || b.table >= 0))
         return kUnsupported;
     if (r.rule < kNoRule || r.rule >= kRules || r.gate_first < 0 || r.gate_first > 1 ||
         !(r.least_step >= 0.0f))
@@ -123,7 +123,7 @@ Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
     }
     if (status == kOk && (!fits(call.step.tokens, width) || !fits(call.step.tokens, joined)))
         return kShape;
-    return first_of(status, matrix(b.attn_out, b.hidden, joined));
+    return first_of(status, matrix(r.out, b.hidden, joined));
 }
 
 // The projections of a block to queries, keys and values, and of the heads' output.
@@ -141,8 +141,11 @@ Status projections(const Block& b, const StackCall& call) {
         return kUnsupported;
     if (const Status status = norm(b.v_norm, b.head_dim, b.head_dim); status != kOk)
         return status;
-    if (b.recurrence)
-        return recurrence(*b.recurrence, b, call);
+    if (b.beside < 0 || b.beside > 1 || (b.beside && !b.recurrence))
+        return kUnsupported;
+    const Status mixer = b.recurrence ? recurrence(*b.recurrence, b, call) : kOk;
+    if (mixer != kOk || (b.recurrence && !b.beside))
+        return mixer;
     if (b.latent)
         return latent(*b.latent, b, call);
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;

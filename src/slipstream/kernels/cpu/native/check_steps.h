@@ -63,12 +63,10 @@ Status packed_step(const Step& s) {
 
 // The states of a layer with a recurrence, and each sequence's row in them.
 Status states(const Cache& c, const Step& s) {
-    if (!s.states || !c.k)
+    if (!s.states || !c.states)
         return kNull;
-    if (!is_aligned(s.states, 4) || !is_aligned(c.k, 4))
+    if (!is_aligned(s.states, 4) || !is_aligned(c.states, 4))
         return kAlignment;
-    if (c.v || c.k_scales || c.v_scales || c.past_k || c.past_v)
-        return kUnsupported;
     if (!is_size(s.num_states))
         return kShape;
     for (int64_t n = 0; n < s.sequences; ++n) // ascending, so that no two sequences have the same

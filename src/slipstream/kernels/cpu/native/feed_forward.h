@@ -20,7 +20,13 @@ inline bool feeds(const Block& b) {
     return b.branches != kOnlyAttention;
 }
 inline bool attends(const Block& b) {
-    return mixes(b) && !b.recurrence;
+    return mixes(b) && (!b.recurrence || b.beside);
+}
+
+// Width of the output of a block's attention or mixer, before the last product.
+inline int64_t joined_of(const Block& b) {
+    const int64_t mixed = mixes(b) && b.recurrence ? b.recurrence->out.inputs : 0;
+    return most(mixed, attends(b) ? b.attn_out.inputs : 0);
 }
 
 // The dense feed-forward of all tokens; its width is 0 if the block has only routed experts.

@@ -72,6 +72,8 @@ private:
             v = values_ + t * kv;
             std::memcpy(v, k, static_cast<size_t>(kv) * sizeof(float));
         }
+        if (b.multipliers && !borrows)
+            multiply_row(k, kv, b.multipliers->keys);
         auto norms = [&] {
             norm_heads(q, b.heads, b.head_dim, b.q_norm, b.qk_norm);
             if (!borrows)

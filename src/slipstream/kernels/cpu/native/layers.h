@@ -18,7 +18,7 @@ struct Layers {
         return ::slipstream::feeds(call.blocks[i]) && !(i + 1 == end && to_attention);
     }
     bool attends(const StackCall& call, int64_t i) const {
-        return mixes(call, i) && !call.blocks[i].recurrence;
+        return mixes(call, i) && ::slipstream::attends(call.blocks[i]);
     }
 
     // Whether the plan of the previous layer that has attention does not fit this one.

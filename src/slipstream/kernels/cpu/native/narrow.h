@@ -3,7 +3,6 @@
 // which borrow keys and values or have none.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 namespace slipstream {

@@ -42,7 +42,7 @@ public:
              const Following& next) const {
         const Block& b = call.blocks[layer];
         const Recurrence& r = *b.recurrence;
-        const Work w = {call, b, r, static_cast<float*>(call.caches[layer].k), joined, rounded_joined};
+        const Work w = {call, b, r, call.caches[layer].states, joined, rounded_joined};
         for (int64_t i = 0; i < r.num_projections; ++i) {
             const Matrix& m = r.projections[i];
             const Bf16* some = rounds_rows(m, call.step.tokens) ? rounded : nullptr;
@@ -156,6 +156,7 @@ private:
     void gated_convolution(const Work& w, Team& team) const {
         const Recurrence& r = w.r;
         const Column q = column(w, r.q, 0), v = column(w, r.v, 0), gate = column(w, r.gate, 0);
+        const Vec entry = Vec::set(r.q.scale * r.v.scale), leaves = Vec::set(r.gate.scale);
         const int64_t pieces = ceil_div(r.channels, kChannels);
         each(team, w.call.step.sequences * pieces, 1, [&](int64_t task, int64_t) {
             const Sequence s = sequence(w, task / pieces);
@@ -165,9 +166,12 @@ private:
                     const int64_t n = least(to - c, Vec::kWidth);
                     convolve<width.value>(
                         r, s, c, n,
-                        [&](int64_t t) { return Vec::load(q.row(t) + c, n) * Vec::load(v.row(t) + c, n); },
+                        [&](int64_t t) {
+                            return Vec::load(q.row(t) + c, n) * Vec::load(v.row(t) + c, n) * entry;
+                        },
                         [&](int64_t t, Vec y) {
-                            (y * Vec::load(gate.row(t) + c, n)).store(w.joined + t * r.channels + c, n);
+                            (y * Vec::load(gate.row(t) + c, n) * leaves)
+                                .store(w.joined + t * r.channels + c, n);
                         });
                 }
             });
@@ -187,11 +191,13 @@ private:
             const Part& part = which == 0 ? r.v : which == 1 ? r.q : r.k;
             const int64_t size = which == 0 ? values : r.key_dim, channel = part.channel + h * size;
             const Column rows = column(w, part, h);
+            const Vec scale = Vec::set(part.scale);
             with_rows<kWidest>(r.width, [&](auto width) {
                 for (int64_t c = 0; c < size; c += Vec::kWidth) {
                     const int64_t n = least(size - c, Vec::kWidth);
                     convolve<width.value>(
-                        r, s, channel + c, n, [&](int64_t t) { return Vec::load(rows.row(t) + c, n); },
+                        r, s, channel + c, n,
+                        [&](int64_t t) { return Vec::load(rows.row(t) + c, n) * scale; },
                         [&](int64_t t, Vec y) { activate(kSilu, y).store(rows.row(t) + c, n); });
                 }
             });
@@ -216,12 +222,12 @@ private:
                 float speed, shift;
                 read_row(r.speed, r.speed_dtype, head, &speed, 1);
                 read_row(r.shift, r.shift_dtype, head, &shift, 1);
-                const float x = decay[i] + shift;
+                const float x = decay[i] * r.decay.scale + shift;
                 float step = (x > 0.0f ? x : 0.0f) + std::log1p(std::exp(-std::fabs(x))); // NaN stays NaN
                 step = step < least_step ? least_step : step;
                 decays_[t * r.value_heads + head] = std::exp(-std::exp(speed) * step);
                 rates_[t * r.value_heads + head] =
-                    r.rule == kStateSpace ? step : r.rate_scale / (1.0f + std::exp(-rate[i]));
+                    r.rule == kStateSpace ? step : r.rate_scale / (1.0f + std::exp(-rate[i] * r.rate.scale));
             }
         }
     }
@@ -348,13 +354,14 @@ private:
         const int64_t values = r.value_heads / r.key_heads * r.value_dim,
                       joined = r.value_heads * r.value_dim;
         float* row = w.joined + t * joined;
+        const Vec scale = Vec::set(r.gate.scale);
         const auto open = [&] {
             for (int64_t h = 0; h < r.key_heads; ++h) {
                 const float* gate = column(w, r.gate, h).row(t);
                 for (int64_t j = 0; j < values; j += Vec::kWidth) {
                     const int64_t n = least(values - j, Vec::kWidth);
                     float* at = row + h * values + j;
-                    (Vec::load(at, n) * activate(kSilu, Vec::load(gate + j, n))).store(at, n);
+                    (Vec::load(at, n) * activate(kSilu, Vec::load(gate + j, n) * scale)).store(at, n);
                 }
             }
         };
@@ -373,6 +380,16 @@ private:
     float* panels_ = nullptr;                    // of each thread
     int64_t panel_size_ = 0;
 };
+
+// Multiplies a row of the attention's output, or of the mixer's in its place, and adds that of a mixer
+// beside.
+inline void join_mixer(const Block& b, float* attended, const float* mixed) {
+    const Multipliers* by = b.multipliers;
+    if (by)
+        multiply_row(attended, b.hidden, attends(b) ? by->attention_out : by->mixer_out);
+    if (b.beside)
+        add_row(attended, attended, mixed, b.hidden, by ? by->mixer_out : 1.0f, Scale{});
+}
 
 } // namespace
 } // namespace slipstream

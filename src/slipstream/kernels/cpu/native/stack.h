@@ -19,7 +19,7 @@ public:
                 inner = most(inner, feed_of(b).width);
                 rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
             }
-            joined = most(joined, mixes(b) ? b.attn_out.inputs : 0);
+            joined = most(joined, joined_of(b));
             if (layers.replans(call, i))
                 room_.include(spans(b), heads_of(call_, b), threads);
             if (b.across)
@@ -123,8 +123,10 @@ private:
 
     // Whether the rows that enter a block are rounded to bfloat16 in place.
     bool rounds_entry(const Block& b) const {
-        if (b.recurrence)
-            return Recurrent::rounds_entry(*b.recurrence, tokens_);
+        if (b.recurrence && Recurrent::rounds_entry(*b.recurrence, tokens_))
+            return true;
+        if (!attends(b))
+            return false;
         if (!b.latent)
             return rounds_rows(b.qkv, tokens_);
         const Latent& l = *b.latent;
@@ -143,6 +145,8 @@ private:
             std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
         else
             norm_row(x_ + at, normed_ + at, b.hidden, b.attn_norm);
+        if (b.multipliers)
+            multiply_row(normed_ + at, b.hidden, b.multipliers->attention_in);
         if (rounds_entry(b))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
         if (b.parallel && b.mlp_norm.kind != kNoNorm)
@@ -152,17 +156,34 @@ private:
     void attention(const Block& b, int64_t layer, Team& team, int rank) {
         if (rank == 0 && layers_.replans(call_, layer))
             make_plan(spans(b), heads_of(call_, b), team, room_);
-        Bf16* rounded = rounds_rows(b.attn_out, tokens_) ? rounded_joined_ : nullptr;
+        if (attends(b))
+            attend_to(b, layer, team, rank);
         if (b.recurrence)
-            recurrent_.run(call_, layer, normed_, rounded_, joined_, rounded, products_, team, rank,
-                           follows(b.attn_out, team));
-        else if (b.latent)
+            remember(b, layer, team, rank);
+    }
+
+    void attend_to(const Block& b, int64_t layer, Team& team, int rank) {
+        Bf16* rounded = rounds_rows(b.attn_out, tokens_) ? rounded_joined_ : nullptr;
+        if (b.latent)
             latent_.run(call_, layer, normed_, rounded_, joined_, rounded, room_, team, rank);
         else
             heads_.run(call_, layer, {normed_, rounds_entry(b) ? rounded_ : nullptr, b.hidden, tokens_},
                        joined_, rounded, products_, room_, team, rank, follows(b.attn_out, team));
         project(products_, {joined_, rounded, b.attn_out.inputs, tokens_}, b.attn_out, attended_, team, rank,
-                b.across ? follows(b.across->q, team) : feed_follows(layer, team));
+                b.recurrence ? follows(b.recurrence->projections[0], team)
+                : b.across   ? follows(b.across->q, team)
+                             : feed_follows(layer, team));
+    }
+
+    // Runs the mixer: to `attended_` in place of attention, or beside it to `entry_`, which only parallel
+    // blocks use otherwise.
+    void remember(const Block& b, int64_t layer, Team& team, int rank) {
+        const Matrix& out = b.recurrence->out;
+        Bf16* rounded = rounds_rows(out, tokens_) ? rounded_joined_ : nullptr;
+        recurrent_.run(call_, layer, normed_, rounded_, joined_, rounded, products_, team, rank,
+                       follows(out, team));
+        project(products_, {joined_, rounded, out.inputs, tokens_}, out, b.beside ? entry_ : attended_, team,
+                rank, feed_follows(layer, team));
     }
 
     // The panels to prefetch after a product: of the next matrix, or of the next feed-forward's first one.
@@ -173,7 +194,7 @@ private:
         const Block& b = call_.blocks[layer];
         if (!layers_.mixes(call_, layer))
             return feed_follows(layer, team);
-        if (b.recurrence)
+        if (!attends(b))
             return follows(b.recurrence->projections[0], team);
         return follows(b.latent && b.latent->query_down.outputs ? b.latent->query_down : b.qkv, team);
     }
@@ -218,6 +239,7 @@ private:
             add(b, x_ + at, x_ + at, attended_ + at, b.attn_scale);
             norm_row(x_ + at, x_ + at, b.hidden, b.attn_norm);
         } else {
+            join_mixer(b, attended_ + at, entry_ + at);
             norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at, b.attn_scale);
         }
@@ -255,6 +277,8 @@ private:
     void to_feed(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         copy_normed(b, b.mlp_norm, t);
+        if (b.multipliers)
+            multiply_row(normed_ + at, b.hidden, b.multipliers->feed_in);
         const FeedForward feed = feed_of(b);
         if (feed.width && !feeds_many(feed, tokens_) && rounds(feed.first, tokens_))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
@@ -317,6 +341,8 @@ private:
             norm_row(x_ + at, x_ + at, b.hidden, b.mlp_norm);
             return;
         }
+        if (b.multipliers)
+            multiply_row(fed_ + at, b.hidden, b.multipliers->feed_out);
         norm_row(fed_ + at, fed_ + at, b.hidden, b.mlp_post_norm);
         add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, fed_ + at, b.mlp_scale);
         if (!b.parallel)
