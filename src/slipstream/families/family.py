@@ -163,7 +163,6 @@ class Branches(Protocol):
         *,
         mask: Tensor | None = None,
         mask_of: Callable[[Tensor], Tensor] | None = None,
-        keys: float = 1.0,
         shared_as: Any = None,
         beyond: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -173,7 +172,6 @@ class Branches(Protocol):
             x: The normalised input.
             mask: Replaces the mask that the layer was called with.
             mask_of: Makes the mask from the values `(B, K, L, D)` attended to, including cached ones.
-            keys: Factor for the keys.
             shared_as: The name under which this layer's keys and values are shared, or under which it
                 borrows another's; None for the type of the layer.
             beyond: Keys and values `(B, K, M, D)` of other rows, appended to the layer's own; the mask covers

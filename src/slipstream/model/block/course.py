@@ -58,18 +58,13 @@ class _Branches:
         *,
         mask: Tensor | None = None,
         mask_of: Callable[[Tensor], Tensor] | None = None,
-        keys: float = 1.0,
         shared_as: Any = None,
         beyond: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         used = self.call.mask if mask is None else mask
         call = replace(self.call, mask=used, mask_of=mask_of, shared_as=shared_as, beyond=beyond)
         attention = attention_of(self.block, call, self.index)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k if keys == 1.0 else k * keys, v)
-
-        return self.block.attention(x.flatten(0, 1), self.rope, attend).view(*x.shape[:-1], -1)
+        return self.block.attention(x.flatten(0, 1), self.rope, attention).view(*x.shape[:-1], -1)
 
     def feed(self, x: Tensor) -> Tensor:
         return self.block.feed_forward(x.flatten(0, -2)).view(x.shape)

@@ -167,7 +167,8 @@ private:
         if (b.latent)
             latent_.run(call_, layer, normed_, rounded_, joined_, rounded, room_, team, rank);
         else
-            heads_.run(call_, layer, {normed_, rounds_entry(b) ? rounded_ : nullptr, b.hidden, tokens_},
+            heads_.run(call_, layer,
+                       {normed_, rounds_rows(b.qkv, tokens_) ? rounded_ : nullptr, b.hidden, tokens_},
                        joined_, rounded, products_, room_, team, rank, follows(b.attn_out, team));
         project(products_, {joined_, rounded, b.attn_out.inputs, tokens_}, b.attn_out, attended_, team, rank,
                 b.recurrence ? follows(b.recurrence->projections[0], team)
