@@ -36,7 +36,7 @@ def recurs(variant: tuple[Family, Tiny]) -> bool:
     return any(spec.recurrence is not None for spec in specs)
 
 
-LEFT = "falcon_h1 norms, biases of gates, multipliers"
+LEFT = "falcon_h1 biases of gates, multipliers"
 """What the native library does not run, so that transformers' loop does."""
 RECURRENT = [v for v in VARIANTS if recurs(v) and label(v) != LEFT]
 
@@ -205,6 +205,13 @@ def test_mixers_beyond_the_recurrence_are_left_to_transformers_loop(
     assert "generate runs transformers' own loop" in str(models.engine.report())
     ids, mask = left_padded()
     both(models, road="compatible", input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("before_gate", [True, False])
+def test_norms_of_a_mixer_beside_attention(before_gate: bool) -> None:
+    options = {"mamba_rms_norm": True, "mamba_norm_before_gate": before_gate}
+    ids, mask = left_padded()
+    both(named("falcon_h1 multipliers", **options), input_ids=ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -46,7 +46,7 @@ NAMES = (
     "nemotron_h",
     "olmo_hybrid",
     "falcon_h1 multipliers",
-    "falcon_h1 norms after gates, biases",
+    "falcon_h1 biases",
 )
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_next mixed": {"mlp_only_layers": [0, 1, 2]},
@@ -100,6 +100,8 @@ def test_16_bits_are_as_close_to_float32_as_the_reference_s(name: str, isa: str,
             "falcon_h1 multipliers",
             {"num_key_value_heads": 1, "head_dim": 22, "mamba_n_heads": 8, "mamba_d_head": 8},
         ),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+        ("falcon_h1 multipliers", {"mamba_rms_norm": True, "mamba_n_groups": 1}),
         ("falcon_h1", {"mamba_d_ssm": 132, "mamba_n_heads": 2, "mamba_d_head": 66, "intermediate_size": 33}),
     ],
     ids=str,

@@ -94,21 +94,8 @@ FAMILY = Family(
     tiny=(
         tiny(*_BUILT, **_TINY),
         tiny(*_BUILT, label="multipliers", **{**_SCALED, **_TINY}),
-        tiny(
-            *_BUILT,
-            label="norms after gates, biases",
-            mamba_rms_norm=True,
-            mamba_norm_before_gate=False,
-            attention_bias=True,
-            projectors_bias=True,
-            **_TINY,
-        ),
-        tiny(
-            *_BUILT,
-            label="norms, biases of gates, multipliers",
-            mamba_rms_norm=True,
-            mlp_bias=True,
-            **{**_SCALED, **_TINY},
-        ),
+        # With norms (mamba_rms_norm), transformers before 5.23 drops a dimension of single tokens.
+        tiny(*_BUILT, label="biases", attention_bias=True, projectors_bias=True, **_TINY),
+        tiny(*_BUILT, label="biases of gates, multipliers", mlp_bias=True, **{**_SCALED, **_TINY}),
     ),
 )
