@@ -1,4 +1,4 @@
-"""Beams, assistants and what else the engine road leaves out run transformers' loops over fused layers."""
+"""Beams and what else the engine road leaves out run transformers' loops over fused layers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "beam search, no repeats": {"num_beams": 3, "no_repeat_ngram_size": 2},
     "beam sampling": {"num_beams": 3, "do_sample": True, "top_k": 20},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "no cache": {"use_cache": False},
     "no cache, sampling": {"use_cache": False, "do_sample": True},
     "beams in a static cache": {"num_beams": 3, "cache_implementation": "static"},
@@ -98,13 +97,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_transformers_tokens(models: Pair, mode: str, blocks: list[Block]) -> None:
-    single = mode in ("prompt lookup", "prefill in chunks")
+    single = mode == "prefill in chunks"
     ids, mask = (prompt(1, 12), torch.ones(1, 12, dtype=torch.long)) if single else left_padded()
-    if mode == "prompt lookup":
-        ids = ids.repeat(1, 2)[:, :18]
-        mask = torch.ones_like(ids)
-        if models.original.config.model_type in ("mistral", "gemma2"):
-            pytest.skip("transformers cannot crop a sliding cache")
     if mode == "offloaded cache" and not torch.cuda.is_available():
         pytest.skip("transformers offloads from a GPU")
     road = "engine" if mode.startswith("beam") else "compatible"
@@ -152,39 +146,6 @@ def test_a_cache_of_the_users_own(models: Pair, kind: str) -> None:
         sequences.append(model.generate(input_ids=prompt(), past_key_values=cache, max_new_tokens=8))
         assert cache.get_seq_length() > 9
     close(*sequences)
-
-
-@pytest.mark.parametrize("sampling", [False, True])
-@pytest.mark.parametrize("assistant", ["plain", "engine", "same"])
-def test_assisted_decoding(llama: Pair, assistant: str, sampling: bool) -> None:
-    """The assistant decides how fast, the model decides what."""
-    draft = make("llama", seed=5, num_hidden_layers=1)
-    draft.generation_config.num_assistant_tokens = 3
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    other = {"plain": draft, "engine": inject(draft), "same": llama.original}[assistant]
-    for model in (llama.original, llama.engine):
-        model.generation_config.pad_token_id = 0
-    ids = prompt(1)
-    torch.manual_seed(0)
-    plain = draft if assistant == "engine" else other
-    expected = llama.original.generate(
-        input_ids=ids, assistant_model=plain, max_new_tokens=10, do_sample=sampling
-    )
-    torch.manual_seed(0)
-    with roads(llama.engine) as counts:
-        got = llama.engine.generate(
-            input_ids=ids, assistant_model=other, max_new_tokens=10, do_sample=sampling
-        )
-    assert counts.taken == "compatible"
-    close(expected, got)
-    if not sampling:
-        close(llama.original.generate(input_ids=ids, max_new_tokens=10), got)
-
-
-def test_an_engine_can_assist_a_plain_model(llama: Pair) -> None:
-    ids = prompt(1)
-    got = llama.original.generate(input_ids=ids, assistant_model=llama.engine, max_new_tokens=10)
-    close(llama.original.generate(input_ids=ids, max_new_tokens=10), got)
 
 
 def test_hidden_states_and_attentions_of_generate() -> None:

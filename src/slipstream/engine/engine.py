@@ -21,25 +21,17 @@ from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
 from slipstream.engine.class_like import class_like
 from slipstream.engine.forward_graph import ForwardGraphs
+from slipstream.engine.generation.draft import Held
 from slipstream.engine.generation.generate import Loop
-from slipstream.engine.generation.refusals import (
-    why_not_intact,
-    why_not_kept,
-    why_not_packed,
-    why_not_readable,
-    why_not_repeated,
-    why_not_so_long,
-)
 from slipstream.engine.generation.request import (
-    Request,
     by_name,
     by_position,
     move_stop_strings,
     own_settings,
     read_request,
-    repeats_generate,
     unread_cache,
 )
+from slipstream.engine.generation.road import helpers_of, why_not_the_road
 from slipstream.engine.generation.runner import Runner
 from slipstream.engine.generation.shared_criteria import share_criteria
 from slipstream.engine.peft_models import keeps_peft, unwrapped
@@ -55,7 +47,7 @@ from slipstream.model.report import Report
 from slipstream.model.values import moved_to, wants_operations
 from slipstream.model.weights.adapters import Adapters
 from slipstream.model.weights.memory import held_memory
-from slipstream.parallel import Axis
+from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile
 
@@ -205,9 +197,9 @@ class InferenceEngine(Weights):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' `generate`; all of its options are supported.
 
-        Greedy search, sampling and beam search run on the engine road (packed batch, paged cache). Every
-        other mode, and every option that the engine road does not support, runs transformers' own loops over
-        the fused layers.
+        Greedy search, sampling, beam search and assisted decoding (an assistant model, or a lookup in the
+        prompt) run on the engine road (packed batch, paged cache). Every option that the engine road does not
+        support runs transformers' own loops over the fused layers. An assistant is fastest as an engine, too.
 
         Raises:
             RequestError: An input that cannot be run.
@@ -228,34 +220,29 @@ class InferenceEngine(Weights):
             with taking_part(self._built.mesh, self.module, "generate", given) as ranks:
                 return self._generate(generate, kwargs, ranks)
 
-    def _generate(self, generate: Callable[..., Any], kwargs: dict[str, Any], ranks: Axis) -> Any:
+    def _generate(
+        self, generate: Callable[..., Any], kwargs: dict[str, Any], ranks: Axis, held: Held | None = None
+    ) -> Any:
         """Call the model's own `generate`, on ranks that have all received this call."""
         share_random_state(ranks, self._built.device.torch_device)
         request = read_request(self.module, kwargs)
         check_request(self.module, request, kwargs, self.inference_config)
         kwargs = kwargs if ranks.size == 1 else share_criteria(kwargs, request.config, ranks)
         runner = self._built.runner
-        if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
+        if runner is None or why_not_the_road(self.module, runner, request, kwargs, ranks) is not None:
             output = generate(**kwargs)
             if ranks.size > 1:  # on one rank it is not inspected: a model's own loop may return anything
                 agree_on_tokens(_sequences(output), ranks)
             return output
-        decode = Loop(runner, kwargs.get("streamer"), ranks).method()
+        helpers = helpers_of(request, kwargs, _as_assistant)
+        decode = Loop(runner, kwargs.get("streamer"), ranks, helpers=helpers, held=held).method()
         spared = {} if runner.takes_over else unread_cache(self.module, request)
         return generate(**{**move_stop_strings(kwargs), **spared, "custom_generate": decode})
 
-    def _why_not_the_engine_road(
-        self, runner: Runner, request: Request, kwargs: dict[str, Any]
-    ) -> str | None:
-        if repeats_generate(self.module):
-            return why_not_repeated(self.module, request, kwargs) or why_not_intact(self.module, runner)
-        return (
-            why_not_readable(runner, request)
-            or why_not_kept(runner, request)
-            or why_not_packed(self.module, request, kwargs, takes_over=runner.takes_over)
-            or why_not_so_long(self.module, runner, request)
-            or why_not_intact(self.module, runner)
-        )
+    def _draft(self, given: dict[str, Any], held: Held) -> Any:
+        """Generate for another model whose assistant this is, continuing from what is held."""
+        generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
+        return self._generate(generate, given, ALONE.replica, held)
 
     def _here(self, value: Any) -> Any:
         """Return nested tuples, lists and dictionaries with their tensors moved to the engine's device."""
@@ -374,6 +361,12 @@ def _without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def _as_assistant(model: Any) -> tuple[Runner, Callable[..., Any]] | None:
+    """Return an engine's runner and what drafts with it; None for other models, and with several ranks."""
+    is_engine = isinstance(model, InferenceEngine) and model._built.mesh.is_alone
+    return (model._built.runner, model._draft) if is_engine and model._built.runner is not None else None
 
 
 def _sequences(found: Any) -> Tensor:

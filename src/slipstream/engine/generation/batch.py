@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.generation.decode import Decode
+from slipstream.engine.generation.export import exported
 from slipstream.engine.generation.fork import followed, forked
 from slipstream.engine.generation.multimodal import Begun, last_tokens
 from slipstream.engine.generation.protocols import OnTokens
@@ -19,7 +20,7 @@ from slipstream.engine.generation.runner import Runner, make_step
 from slipstream.engine.generation.schedule import Chunk, Schedule
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache, slots_of
 from slipstream.ops.draw import Warp
-from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
+from slipstream.ops.kv_cache import write_cache
 from slipstream.ops.noise import Noise
 from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
@@ -63,7 +64,7 @@ class Batch:
             self._schedule.add(row, length - padding)
         needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
         self._cache: PagedCache = runner.new_cache(forks * sum(needed), forks * rows)
-        self._dtype, self._runner = runner.dtype, runner
+        self._runner = runner
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._shifts = [0] * rows
@@ -88,6 +89,40 @@ class Batch:
     def length(self) -> int:
         """Number of tokens per row so far, padding included (L)."""
         return self._length
+
+    @property
+    def room(self) -> int:
+        """Maximum number of tokens per row, padding included."""
+        return self._tokens.shape[1]
+
+    def hold(self, ids: Tensor) -> None:
+        """Hold other tokens, `(B, L)` int64; of those before, only a common beginning need not run again.
+
+        No layer may have a recurrence, whose states cannot be taken back.
+        """
+        most = min(self._length, ids.shape[1])
+        differs = (self._tokens[:, :most] != ids[:, :most]).any(0)
+        same = int(differs.int().argmax()) if bool(differs.any()) else most
+        self._tokens[:, : ids.shape[1]] = ids
+        self._length = ids.shape[1]
+        for row in self._schedule.rows:
+            padding = self._padding[row]
+            self._schedule.hold(row, self._length - padding, max(same - padding, 0))
+
+    def last_logits(self, count: int) -> Tensor:
+        """Run all tokens that have not run; return logits of each row's last `count`, which are among them.
+
+        Returns:
+            `(B, count, V)` float32.
+        """
+        if count == 1:
+            return self.logits()[:, None]
+        device = self._tokens.device
+        while self._schedule.behind > self._schedule.token_budget:
+            chunks = self._schedule.next(but=count)
+            self._session.logits(make_step(chunks, self._ids_of, self._blocks, device))
+        step = make_step(self._schedule.next(), self._ids_of, self._blocks, device, logits=count)
+        return self._session.logits(step).view(-1, count, self._runner.vocabulary)
 
     def logits(self) -> Tensor:
         """Run until every running row has logits; return `(B, V)` float32, zeros for finished rows."""
@@ -342,31 +377,7 @@ class Batch:
         return [self._length - padding for padding in self._padding]
 
     def export(self, model: Any) -> Any:
-        """Return the keys and values so far as a transformers cache: `(B, K, N, D)`, padded with zeros.
-
-        N is L if every token has run, else L - 1. For families whose own cache repeats keys and values for
-        every query head that shares them, the shape is `(B, H, N, D)`.
-        """
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=model.config)
+        """Return the keys and values so far as a transformers cache, by `exported`."""
         seen = self._length - self._schedule.is_behind
-        dtype = self._dtype
-        for index, kept in enumerate(self._cache.layers):
-            spec = self._runner.blocks[index].spec
-            if spec.sharing == "borrows":  # transformers' cache has no such layers
-                continue
-            parts = [
-                torch.stack([self._row(row, part, seen, dtype) for row in range(len(self._padding))])
-                for part in kept.pages
-            ]
-            if spec.cache_repeated:
-                parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]
-            cache.update(parts[0], parts[1], index)
-        return cache
-
-    def _row(self, row: int, part: CachePart, seen: int, dtype: torch.dtype) -> Tensor:
-        padding = self._padding[row]
-        blocks = torch.tensor(self._blocks[row], device=self._tokens.device)
-        real = read_cache(part, blocks, dtype).flatten(0, 1)[: seen - padding].transpose(0, 1)
-        return torch.nn.functional.pad(real, (0, 0, padding, 0))
+        rows = tuple(zip(self._blocks, self._padding, strict=True))
+        return exported(model, self._runner, self._cache, rows, seen)

@@ -5,14 +5,13 @@ Shapes: B batch, W beams of each row, S prompt (padded), L tokens so far, V voca
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from slipstream.engine.generation.batch import Batch
+from slipstream.engine.generation.stand_in import StandIn, is_transformers
 
 __all__ = ["BEAMS", "Searched", "samples", "searches"]
 
@@ -22,25 +21,16 @@ BEAMS = ("beam_search", "beam_sample")
 
 def searches(model: nn.Module) -> bool:
     """Whether this model's beam search is transformers' own, the only one that the engine road supports."""
-    return _is_transformers(model, "_beam_search", "_prefill")
+    return is_transformers(model, "_beam_search", "_prefill")
 
 
 def samples(model: nn.Module) -> bool:
     """Whether this model's greedy search and sampling are transformers' own."""
-    return _is_transformers(model, "_sample")
+    return is_transformers(model, "_sample")
 
 
-def _is_transformers(model: nn.Module, *methods: str) -> bool:
-    from transformers import GenerationMixin
-
-    return all(getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in methods)
-
-
-class Searched:
-    """Stands in for the model in transformers' beam search: each forward runs the next step of a batch.
-
-    All other attributes are the model's; its methods are called with this object as `self`.
-    """
+class Searched(StandIn):
+    """Stands in for the model in transformers' beam search."""
 
     def __init__(self, model: nn.Module, batch: Batch, beams: int) -> None:
         """Stand in for a model.
@@ -50,15 +40,8 @@ class Searched:
             batch: The prompts, which have not run: B rows, or all B * W rows if `beams` is 1.
             beams: The number of rows into which each row is forked once its prompt has run (W).
         """
-        self._model, self._batch, self._beams, self._begins = model, batch, beams, True
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute; its methods are bound to this object."""
-        method = inspect.getattr_static(type(self._model), name, None)
-        own = MethodType(method, self) if isinstance(method, FunctionType) else getattr(self._model, name)
-        if isinstance(method, FunctionType | staticmethod):
-            vars(self)[name] = own  # the lookup takes longer than most calls
-        return own
+        super().__init__(model, batch)
+        self._beams, self._begins = beams, True
 
     def __call__(self, input_ids: Tensor, **_: Any) -> Any:
         """Run the step after the tokens `(B * W, L)`; the output's logits are `(B * W, 1, V)` float32."""
@@ -90,12 +73,6 @@ class Searched:
     def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> Mapping[str, Tensor]:
         """Return the arguments of the next forward."""
         return {"input_ids": input_ids}
-
-    def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], **_: Any
-    ) -> dict[str, Any]:
-        """Return the arguments unchanged: the batch keeps all state between forwards."""
-        return model_kwargs
 
     def _reorder_cache(self, cache: None, rows: Tensor) -> None:
         """Continue row i from row `rows[i]`, `(B * W,)`."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.engine.generation.assisted import ASSISTED, Assisted, longest_assisted
 from slipstream.engine.generation.batch import Batch
 from slipstream.engine.generation.beams import BEAMS, Searched
+from slipstream.engine.generation.draft import Held
 from slipstream.engine.generation.encoder_decoder import cross_attends, with_encoder
 from slipstream.engine.generation.multimodal import Begun, begin
 from slipstream.engine.generation.processors import parted, penalty_of, suppressions_of
@@ -43,12 +45,16 @@ class Loop:
         streamer: The user's streamer, which transformers does not pass to custom methods.
         ranks: The ranks that share the model: each chooses tokens, and they check that they agree.
         begun: The prompts' results if the model's own forward has run them; None otherwise.
+        helpers: `assistant_model` and tokenizers of the call, which are not passed to custom methods either.
+        held: Where an assistant's tokens are held between its calls; None for any other model.
     """
 
     runner: Runner
     streamer: Any = None
     ranks: Axis = ALONE.replica
     begun: Begun | None = None
+    helpers: Mapping[str, Any] = field(default_factory=dict)
+    held: Held | None = None
 
     def method(self) -> Callable[..., Any]:
         """Return the loop as a plain function, because transformers inspects the signature."""
@@ -66,8 +72,9 @@ class Loop:
             if self.runner.takes_over:
                 begun = begin(model, self.runner, input_ids, model_kwargs)
                 leaves, loop = begun is None, replace(self, begun=begun)
-            mode = generation_config.get_generation_mode(None).value
-            run = self._original if leaves else self._searched if mode in BEAMS else loop
+            mode = generation_config.get_generation_mode(self.helpers.get("assistant_model")).value
+            others = {ASSISTED: self._assisted, **dict.fromkeys(BEAMS, self._searched)}
+            run = self._original if leaves else others.get(mode, loop)
             return run(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
             )
@@ -133,7 +140,9 @@ class Loop:
                 batch.drop(rows.alive)
         if self.streamer is not None:
             self.streamer.end()
-        return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
+        if not config.return_dict_in_generate:
+            return batch.ids.clone()
+        return record.output(batch, None if self.held is not None else batch.export(model))
 
     def _searched(
         self,
@@ -159,6 +168,33 @@ class Loop:
         if generation_config.return_dict_in_generate:
             output.past_key_values = batch.export(model)
         agree_on_tokens(output if isinstance(output, Tensor) else output.sequences, self.ranks)
+        return output
+
+    def _assisted(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Generate one sequence by assisted decoding; arguments and output as of `__call__`."""
+        config = generation_config
+        longest = longest_assisted(config, self.runner.frame.max_positions)
+        batch, _ = self._admit(input_ids, longest, model_kwargs)
+        output = Assisted(model, batch).decode(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            config,
+            inputs=model_kwargs,
+            streamer=self.streamer,
+            helpers=self.helpers,
+        )
+        if config.return_dict_in_generate:
+            batch.hold(output.sequences)
+            output.past_key_values = batch.export(model)
         return output
 
     def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
@@ -216,6 +252,8 @@ class Loop:
     ) -> tuple[Batch, Runner]:
         """Return the batch and its runner; rows have at most `most` tokens, `forks` as of `Batch`."""
         runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
+        if self.held is not None:
+            return self.held.batch(runner, ids, mask, most, budget), runner
         if cross_attends(runner):
             # The mask is the encoder's. The decoder's rows have equal lengths, and all run in each step.
             runner = with_encoder(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
@@ -344,9 +382,9 @@ class _Record:
         if self.logits is not None:
             self.logits += (logits,)
 
-    def output(self, model: Any, batch: Batch) -> Any:
+    def output(self, batch: Batch, cache: Any) -> Any:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         record: dict[str, Any] = {"scores": self.scores, "logits": self.logits}
-        cache, sequences = batch.export(model), batch.ids.clone()
+        sequences = batch.ids.clone()
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **record)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.engine.frames import text_config
+from slipstream.engine.generation.assisted import ASSISTED, why_not_assisted
 from slipstream.engine.generation.beams import BEAMS, samples, searches
 from slipstream.engine.generation.request import Request, cache_matters
 from slipstream.engine.generation.runner import Runner
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 MODES = ("greedy_search", "sample", *BEAMS)
-"""Transformers' names of the generation modes that the engine road supports."""
+"""Transformers' names of the generation modes that the engine road supports for every model."""
 
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
 _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
@@ -56,7 +57,6 @@ def why_not_packed(
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return "autocast is on"
     for name in (
-        "assistant_model",
         "custom_generate",
         "inputs_embeds",
         "past_key_values",
@@ -67,7 +67,7 @@ def why_not_packed(
         if kwargs.get(name) is not None and kwargs[name] is not False:
             return f"{name} is given"
     config, inputs = request.config, request.inputs
-    if (mode := _why_not_mode(model, config, kwargs.get("streamer"))) is not None:
+    if (mode := _why_not_mode(model, request, kwargs, takes_over)) is not None:
         return mode
     if takes_over and config.get_generation_mode(None).value in BEAMS:
         return "the engine has no beam search for models with images or audio"
@@ -120,13 +120,20 @@ def _others(request: Request) -> list[str]:
     return [name for name, value in given if name not in own and value is not None and value is not False]
 
 
-def _why_not_mode(model: nn.Module, config: Any, streamer: Any) -> str | None:
+def _why_not_mode(
+    model: nn.Module, request: Request, kwargs: Mapping[str, Any], takes_over: bool
+) -> str | None:
     """Return why the road does not support how a call chooses tokens, or their number; None if it does."""
-    mode = config.get_generation_mode(None).value
-    if mode not in MODES:
+    config, streamer, assistant = request.config, kwargs.get("streamer"), kwargs.get("assistant_model")
+    mode = config.get_generation_mode(assistant).value
+    if mode not in (*MODES, ASSISTED):
         return f"the generation mode is {mode}"
     if any(count is not None and count != int(count) for count in (config.max_new_tokens, config.max_length)):
         return "max_new_tokens or max_length is not an integer"  # transformers' loop ends only beyond it
+    if mode == ASSISTED:
+        if takes_over or request.encoded or request.prompt is None:
+            return "the engine assists models of one sequence of tokens only"
+        return why_not_assisted(model, config, assistant, request.prompt.shape[0])
     if mode in BEAMS and streamer is not None:
         return "a streamer is given, and beam search cannot stream"  # transformers raises this error, too
     if mode in BEAMS:
@@ -222,11 +229,22 @@ def why_not_readable(runner: Runner, request: Request) -> str | None:
     return None if low >= 0 and high < rows else "ids lie outside of the token embedding"
 
 
-def why_not_kept(runner: Runner, request: Request) -> str | None:
-    """Return why the engine road cannot return what a call asks for, or None if it can."""
+def why_not_kept(runner: Runner, request: Request, assistant: Any = None) -> str | None:
+    """Return why what the layers keep cannot be returned, or taken back, as a call needs; None if it can.
+
+    Args:
+        runner: Runs the model.
+        request: The call as read by `read_request`.
+        assistant: The assistant model, or None.
+    """
     others = not all(block.spec.keeps_pages_alone for block in runner.blocks)
     if others and request.config.return_dict_in_generate:
         return "return_dict_in_generate is set, and some layers keep states, or nothing"
+    if request.config.get_generation_mode(assistant).value == ASSISTED:
+        if any(block.spec.recurrence is not None for block in runner.blocks):
+            return "some layers keep states, which cannot be taken back"
+        if runner.frame.angles_share_a_length:
+            return "rotary angles depend on the longest sequence"
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.engine.generation.assisted import ASSISTED
 from slipstream.engine.generation.beams import BEAMS
 
 __all__ = [
@@ -164,7 +165,8 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     encoded = bool(getattr(model.config, "is_encoder_decoder", False))
     new_tokens = _new_tokens(model, config, length, is_default, encoded)
     most = longest(kwargs.get("stopping_criteria") or ())
-    if most is not None and config.get_generation_mode(None).value not in BEAMS:  # beams use the config's
+    mode = config.get_generation_mode(kwargs.get("assistant_model")).value
+    if most is not None and mode not in (*BEAMS, ASSISTED):  # those use the config's
         new_tokens = max(most - (1 if encoded else length), 1)
     return Request(prompt, length, new_tokens, encoded, config, inputs)
 

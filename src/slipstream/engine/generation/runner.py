@@ -284,6 +284,7 @@ def make_step(
     tokens: Callable[[Chunk], Tensor],
     blocks: Sequence[Sequence[int]],
     device: torch.device,
+    logits: int = 1,
 ) -> Step:
     """Lay out a schedule's chunks as the tensors of a step.
 
@@ -292,6 +293,7 @@ def make_step(
         tokens: Returns the ids of a chunk, `(count,)`.
         blocks: Cache blocks of every sequence, in order, with room for the chunk's last token.
         device: The device that the step runs on.
+        logits: For how many tokens of a sequence logits are needed; its last chunk has at least as many.
 
     Returns:
         A step whose `logit_rows` are the last tokens of the chunks with `is_last`, in the order of the
@@ -309,7 +311,8 @@ def make_step(
     owner = _host(range(len(chunks))).repeat_interleave(count, output_size=total)
     positions = torch.arange(total, device="cpu") + (length - ends)[owner]
     slots = table[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    logit_rows = ends[_host([row for row, chunk in enumerate(chunks) if chunk.is_last])] - 1
+    last = ends[_host([row for row, chunk in enumerate(chunks) if chunk.is_last])]
+    logit_rows = (last[:, None] + torch.arange(-logits, 0, device="cpu")).flatten()
     starts = torch.nn.functional.pad(ends, (1, 0))
     rows_of_states = _host([chunk.row for chunk in chunks]).int()
     made = (positions, slots, logit_rows, starts.int(), length.int(), table.int(), rows_of_states)

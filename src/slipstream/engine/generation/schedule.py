@@ -55,6 +55,11 @@ class Schedule:
             self._sequences[row].known += count
             self._sequences[row].done += count - 1
 
+    def hold(self, row: int, known: int, same: int) -> None:
+        """Set a sequence's known tokens, of which the first `same` are as before; the last has not run."""
+        sequence = self._sequences[row]
+        sequence.known, sequence.done = known, min(sequence.done, same, known - 1)
+
     def finish(self, row: int) -> None:
         """Remove a sequence."""
         del self._sequences[row]
@@ -63,6 +68,11 @@ class Schedule:
     def rows(self) -> list[int]:
         """Rows of the sequences that are running."""
         return list(self._sequences)
+
+    @property
+    def behind(self) -> int:
+        """How many known tokens have not run."""
+        return sum(s.known - s.done for s in self._sequences.values())
 
     @property
     def is_behind(self) -> bool:
@@ -78,12 +88,16 @@ class Schedule:
             sequence.done += 1
         return list(self._sequences)
 
-    def next(self) -> list[Chunk]:
-        """Begin the next step: as many known tokens as the budget allows, in the order of the sequences."""
+    def next(self, but: int = 0) -> list[Chunk]:
+        """Begin the next step: as many known tokens as the budget allows, in the order of the sequences.
+
+        Args:
+            but: The number of each sequence's last tokens that the step must not have.
+        """
         chunks: list[Chunk] = []
         left = self.token_budget
         for row, sequence in self._sequences.items():
-            count = min(left, sequence.known - sequence.done)
+            count = min(left, sequence.known - sequence.done - but)
             if count > 0:
                 chunks.append(Chunk(row, sequence.done, count, sequence.done + count == sequence.known))
                 sequence.done += count
