@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    assisted,
     attention_cpu,
     decode_cpu,
     diffusion,
@@ -33,6 +34,7 @@ from benchmarks.request import Request
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]] = {
     "peers": peers.measure,
+    "assisted": assisted.measure,
     "attention_cpu": attention_cpu.measure,
     "decode_cpu": decode_cpu.measure,
     "diffusion": diffusion.measure,

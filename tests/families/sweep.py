@@ -284,7 +284,8 @@ def _greedy(
 
 def _looks_up(original: Any, engine: slipstream.InferenceEngine, ids: Tensor) -> bool:
     """Whether tokens that were looked up in the prompt, which repeats itself, are the same greedy tokens."""
-    if original._is_stateful or engine._built.runner.frame.spec.restart is not None:
+    runner = engine._built.runner
+    if runner is None or original._is_stateful or runner.frame.spec.restart is not None:
         return True  # transformers refuses the first; the others run its own loop, which cannot crop windows
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     twice = torch.cat([ids, ids[:, :-1]], dim=1)

@@ -89,7 +89,7 @@ class RecurrentPart:
             plain = isinstance(linear, nn.Linear) and own and "weight" in linear._parameters
             if not (plain or is_packed(linear)) or "forward" in vars(linear):
                 return f"{type(linear).__name__} in place of a linear"
-        spec = self.spec
+        spec = self.config  # the multipliers, which `self.spec` reads, are judged below
         if type(convolution) is not nn.Conv1d or "forward" in vars(convolution):
             return f"{type(convolution).__name__} in place of a convolution"
         shape = (spec.channels, 1, spec.width)
