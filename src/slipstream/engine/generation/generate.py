@@ -140,9 +140,7 @@ class Loop:
                 batch.drop(rows.alive)
         if self.streamer is not None:
             self.streamer.end()
-        if not config.return_dict_in_generate:
-            return batch.ids.clone()
-        return record.output(batch, None if self.held is not None else batch.export(model))
+        return record.output(model, batch, self.held) if config.return_dict_in_generate else batch.ids.clone()
 
     def _searched(
         self,
@@ -382,9 +380,10 @@ class _Record:
         if self.logits is not None:
             self.logits += (logits,)
 
-    def output(self, batch: Batch, cache: Any) -> Any:
+    def output(self, model: Any, batch: Batch, held: Held | None) -> Any:
+        """Return transformers' output; without a cache if the batch is held, and continues from its own."""
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         record: dict[str, Any] = {"scores": self.scores, "logits": self.logits}
-        sequences = batch.ids.clone()
+        cache, sequences = batch.export(model) if held is None else None, batch.ids.clone()
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **record)  # type: ignore[arg-type]
