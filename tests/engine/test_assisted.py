@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -339,6 +341,31 @@ def test_an_assistant_that_changes_between_drafts(llama: Pair) -> None:
     given = {"input_ids": prompt(1), "max_new_tokens": 10, "logits_processor": [Counting()]}
     got = llama.engine.generate(**given, assistant_model=other)
     assert drafts[0] > 4 and torch.equal(got, llama.original.generate(**given))
+
+
+@pytest.mark.parametrize("kind", ["lookup", "draft", "beams"])
+def test_batches_are_released_at_once(llama: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caches are as large as the prompt, and on a GPU the next generation waits for one of them."""
+    made = []
+    begin = Batch.__init__
+
+    def noted(self: Batch, *args: Any, **kwargs: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    given = {
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "draft": {"assistant_model": inject(assistant(1))},
+        "beams": {"num_beams": 2},
+    }[kind]
+    gc.collect()
+    gc.disable()
+    try:
+        llama.engine.generate(input_ids=repeated(), max_new_tokens=6, pad_token_id=0, **given)
+        assert made and not any(one() for one in made)
+    finally:
+        gc.enable()
 
 
 def test_layers_run_in_one_call(llama: Pair) -> None:

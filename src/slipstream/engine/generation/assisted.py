@@ -11,6 +11,7 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,9 +84,10 @@ class Assisted(StandIn):
         self._model._validate_generation_mode(mode, config, dict(helpers))  # type: ignore[operator]
         loop: Callable[..., Any] = self._assisted_decoding
         given = {**inputs, "use_cache": True, "past_key_values": _Cache()}
-        return loop(
-            ids, processors, criteria, config, streamer=streamer, inputs_tensor=ids, **helpers, **given
-        )
+        with self.released():
+            return loop(
+                ids, processors, criteria, config, streamer=streamer, inputs_tensor=ids, **helpers, **given
+            )
 
     def __call__(self, input_ids: Tensor, logits_to_keep: int, past_key_values: _Cache, **_: Any) -> Any:
         """Run what is new in `(1, L + n)`; logits `(1, n + 1, V)` float32 with `logits_to_keep` of n + 1."""
@@ -105,10 +107,10 @@ class Assisted(StandIn):
         """Return transformers' generator, whose proposals stay within the batch."""
         own: Callable[..., Any] = type(self._model)._get_candidate_generator  # type: ignore[attr-defined]
         generator, room = own(self._model, **given), self._batch.room
-        propose = generator.get_candidates
+        propose, itself = type(generator).get_candidates, weakref.ref(generator)  # a cycle would keep batches
 
         def within(ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
-            proposed, logits = propose(ids, **others)
+            proposed, logits = propose(itself(), ids, **others)
             logits = None if logits is None else logits[:, : room - ids.shape[1]]
             return proposed[:, :room], logits
 

@@ -68,7 +68,8 @@ class Searched(StandIn):
         search: Callable[..., Any] = self._beam_search
         # The cache is None, but the key must be there: without it the search would not call `_reorder_cache`.
         kept = {"use_cache": True, "past_key_values": None}
-        return search(ids, processors, criteria, config, **kept)
+        with self.released():
+            return search(ids, processors, criteria, config, **kept)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> Mapping[str, Tensor]:
         """Return the arguments of the next forward."""

@@ -6,6 +6,8 @@ Shapes: B batch, L tokens so far.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -45,6 +47,14 @@ class StandIn:
         if isinstance(method, FunctionType | staticmethod):
             vars(self)[name] = own  # the lookup takes longer than most calls
         return own
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Release the batch at the end: methods bound to this object would keep it until a collection."""
+        try:
+            yield
+        finally:
+            vars(self).clear()
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], **_: Any
