@@ -225,6 +225,25 @@ _DECODERS = {
             residual_multiplier=0.22,
         ),
     ),
+    "falcon_h1": _decoder(
+        "FalconH1",
+        _llama(
+            768,
+            2048,
+            10,
+            (8, 2),
+            head_dim=64,
+            mamba_d_ssm=1536,
+            mamba_n_heads=24,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            key_multiplier=0.4,
+            attention_out_multiplier=0.9,
+            ssm_in_multiplier=1.25,
+            ssm_out_multiplier=0.24,
+            mlp_multipliers=[0.9, 0.6],
+        ),
+    ),
     "nemotron_h": _decoder(
         "NemotronH",
         {
