@@ -12,11 +12,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-import slipstream
 from benchmarks.request import Request
-from slipstream.engine.open import open_model, resolve_place
+from benchmarks.sampling import subject
+from slipstream.engine.open import resolve_place
 
 __all__ = ["measure"]
 
@@ -47,19 +45,10 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     folder = resolve_place("demo")
     asked = f"The minutes:\n\n{_TEXT}\n\nA copy of the minutes:\n\nAnna said"
     prompt = dict(AutoTokenizer.from_pretrained(folder)(asked, return_tensors="pt"))
-    models = {name: _model(folder, quant) for name, quant in _MODELS.items()}
+    models = {name: subject(folder, quant) for name, quant in _MODELS.items()}
     models["slipstream int4"].generation_config.num_assistant_tokens = _DRAFT
     rounds, most = (1, 4) if request.quick else (request.rounds or 5, _MOST)
     yield "assisted", {"rows": _rows(models, prompt, rounds, most)}
-
-
-def _model(folder: str, quant: str | None) -> Any:
-    model = open_model(folder, torch.bfloat16)
-    if quant is None:
-        return model
-    return slipstream.init_inference(
-        model, dtype=torch.bfloat16, replace_with_kernel_inject=True, quant=quant
-    )
 
 
 def _rows(models: dict[str, Any], prompt: dict[str, Any], rounds: int, most: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import slipstream
 from benchmarks.request import Request
 from slipstream.engine.open import open_model, resolve_place
 
-__all__ = ["measure"]
+__all__ = ["measure", "subject"]
 
 _MODELS: dict[str, str | None] = {
     "transformers eager bf16": None,
@@ -40,13 +40,14 @@ _PROMPT, _NEW = 8, 33
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a row for each model, batch size and way to choose tokens."""
     folder = resolve_place("demo")
-    models = {name: _model(folder, quant) for name, quant in _MODELS.items()}
+    models = {name: subject(folder, quant) for name, quant in _MODELS.items()}
     rounds, new = (1, 4) if request.quick else (request.rounds or 3, _NEW)
     rows = [row for batch in (1, 8) for row in _rows(models, batch, rounds, new)]
     yield "sampling", {"rows": rows}
 
 
-def _model(folder: str, quant: str | None) -> Any:
+def subject(folder: str, quant: str | None) -> Any:
+    """Return a checkpoint's original model in bfloat16, or with `quant` its engine in these weights."""
     model = open_model(folder, torch.bfloat16)
     if quant is None:
         return model
