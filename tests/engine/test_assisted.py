@@ -17,6 +17,7 @@ from torch import Tensor
 import slipstream.engine.generation.generate as generation
 from slipstream.engine.generation.batch import Batch
 from slipstream.engine.generation.runner import Session
+from slipstream.kernels.cpu.library import load
 from slipstream.ops.step import Step
 from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import Pair, blocks_that_run, close, inject, make, pair, prompt, roads
@@ -368,7 +369,11 @@ def test_batches_are_released_at_once(llama: Pair, kind: str, monkeypatch: pytes
         gc.enable()
 
 
-def test_layers_run_in_one_call(llama: Pair) -> None:
+@pytest.mark.skipif(load("baseline") is None, reason="no native library")
+def test_a_step_is_one_native_call(llama: Pair) -> None:
+    """Neither a block nor a stack of them is called from Python."""
     with blocks_that_run() as ran:
-        both(llama, prompt_lookup_num_tokens=3)
-    assert not ran.blocks or set(ran.calls) == {len(llama.engine._built.runner.blocks)}
+        llama.engine.generate(
+            input_ids=repeated(), max_new_tokens=6, pad_token_id=0, prompt_lookup_num_tokens=3
+        )
+    assert not ran.blocks and not ran.calls
