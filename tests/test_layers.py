@@ -21,6 +21,7 @@ NATIVE_FILES = sorted(path for suffix in ("cpp", "h", "hpp") for path in ROOT.rg
 TIERS = (
     {"errors"},
     {"role", "branches"},
+    {"frames"},
     {"spec", "config"},
     {"devices", "ops"},
     {"kernels", "formats", "parallel", "profile"},

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Gate", "Growth", "Latent", "MoE", "Multipliers", "Norm", "Place", "QKNorm", "Recurrence", "Rope"]
+__all__ = [
+    "Gate",
+    "Growth",
+    "Latent",
+    "MoE",
+    "Multipliers",
+    "Norm",
+    "Place",
+    "QKNorm",
+    "Recurrence",
+    "Rope",
+    "Streams",
+]
 
 
 @dataclass(frozen=True)
@@ -128,50 +140,30 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class LayerInputs:
-    """What a model computes from its tokens for each layer's third branch (`BlockSpec.inputs`).
+class Streams:
+    """Several streams of states per token, of which one runs through a layer ("alternating updates").
 
-    For layer i they are `(norm(project(x) * project_scale) + embed[id] * embed_scale) * scale`, of which the
-    layer gets the i-th piece; x is the token's embedding, the input of the first layer.
+    With streams x_0, x_1, ... and the active one a, and m(y) = tanh(router(norm(y) / C))::
 
-    Attributes:
-        embed: Path of the second embedding, `(V, layers * width)`.
-        project: Path of the linear `(layers * width, C)`.
-        norm: Path of the norm, of each piece.
-        width: Width of a piece.
-        embed_scale: See above; rounded to the embedding's dtype.
-        project_scale: See above.
-        scale: See above.
-    """
+        p_q = x_q + sum over i of predict(m(x_a))[q * count + i] * x_i
+        y   = the layer's branches on p_a; a third one beside attention adds n + norm(out(in(n))),
+              n = attn_norm(p_a), and the sum of these three is divided by sqrt(2)
+        x_q = p_q + (correct(m(y))[q] + 1) * (y - p_a)
 
-    embed: str
-    project: str
-    norm: str
-    width: int
-    embed_scale: float
-    project_scale: float
-    scale: float
-
-
-@dataclass(frozen=True)
-class Multipliers:
-    """Constants inside a layer, by what they multiply (Falcon-H1's, arXiv 2507.22448).
+    The branch of the layer's own input reads x_a (times `STREAM_SCALE` where `scaled`), and is added to all
+    streams but the first. Source: Baykal et al. 2023 (arXiv 2301.13310), as transformers computes Gemma 3n.
 
     Attributes:
-        attention_in: The normalised input, before it is projected to queries, keys and values.
-        keys: The projected keys.
-        attention_out: The output of the attention branch.
-        mixer_out: The output of the mixer.
-        gate: The gate of the feed-forward, before its activation.
-        feed_out: The output of the feed-forward.
+        count: Number of streams (S).
+        active: The one that runs through the layer (a).
+        rank: Width of the narrow branch, between `NARROW_IN` and `NARROW_OUT` (R).
+        scaled: See above.
     """
 
-    attention_in: float = 1.0
-    keys: float = 1.0
-    attention_out: float = 1.0
-    mixer_out: float = 1.0
-    gate: float = 1.0
-    feed_out: float = 1.0
+    count: int
+    active: int
+    rank: int
+    scaled: bool
 
 
 @dataclass(frozen=True)
@@ -305,3 +297,24 @@ class MoE:
     beside: bool = False
     router_scale: float = 1.0
     idle: int = 0
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Constants inside a layer, by what they multiply (Falcon-H1's, arXiv 2507.22448).
+
+    Attributes:
+        attention_in: The normalised input, before it is projected to queries, keys and values.
+        keys: The projected keys.
+        attention_out: The output of the attention branch.
+        mixer_out: The output of the mixer.
+        gate: The gate of the feed-forward, before its activation.
+        feed_out: The output of the feed-forward.
+    """
+
+    attention_in: float = 1.0
+    keys: float = 1.0
+    attention_out: float = 1.0
+    mixer_out: float = 1.0
+    gate: float = 1.0
+    feed_out: float = 1.0

@@ -21,6 +21,7 @@ class Role(StrEnum):
     `ACTIVATION` holds the parameters of a learned activation.
     `INPUT_GATE`, `INPUT_OUT` and `INPUT_NORM` belong to the branch that reads the per-layer input;
     `LAYER_SCALE` multiplies the layer's output.
+    `STREAM_...` and `NARROW_...` belong to layers with several streams of states, see `Streams`.
     `ROUTER_BIAS` is added to the experts' scores for the top-k choice only, not to their weights.
     `ROUTER_NORM`, `EXPERTS_NORM`, `EXPERTS_POST_NORM` and `SHARED_POST_NORM` normalise the inputs and outputs
     of experts that are a branch beside the shared ones; `EXPERTS_SCALE` multiplies each expert's weight.
@@ -59,6 +60,14 @@ class Role(StrEnum):
     INPUT_OUT = "input_out"
     INPUT_NORM = "input_norm"
     LAYER_SCALE = "layer_scale"
+    STREAM_NORM = "stream_norm"
+    STREAM_ROUTER = "stream_router"
+    STREAM_PREDICT = "stream_predict"
+    STREAM_CORRECT = "stream_correct"
+    STREAM_SCALE = "stream_scale"
+    NARROW_IN = "narrow_in"
+    NARROW_OUT = "narrow_out"
+    NARROW_NORM = "narrow_norm"
     ROUTER = "router"
     ROUTER_BIAS = "router_bias"
     ROUTER_NORM = "router_norm"
@@ -91,8 +100,7 @@ class Role(StrEnum):
     @property
     def is_matrix(self) -> bool:
         """Whether the tensor is a matrix of a linear; the others are norms and small vectors."""
-        dense = (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP, Role.ATTN_GATE)
-        return self.is_quantizable or self.kind in dense
+        return self.is_quantizable or self.kind in _DENSE
 
     @property
     def is_cross(self) -> bool:
@@ -104,6 +112,19 @@ class Role(StrEnum):
         """Whether the role may be stored in a weight format; routers may not, being small but decisive."""
         return self.kind in _QUANTIZABLE
 
+
+_DENSE = frozenset(
+    {
+        Role.ROUTER,
+        Role.SHARED_GATE,
+        Role.KV_UP,
+        Role.ATTN_GATE,
+        Role.STREAM_ROUTER,
+        Role.STREAM_PREDICT,
+        Role.STREAM_CORRECT,
+    }
+)
+"""Matrices that are never stored in a weight format."""
 
 _QUANTIZABLE = frozenset(
     {
@@ -123,6 +144,8 @@ _QUANTIZABLE = frozenset(
         Role.SHARED_OUT,
         Role.INPUT_GATE,
         Role.INPUT_OUT,
+        Role.NARROW_IN,
+        Role.NARROW_OUT,
     }
 )
 

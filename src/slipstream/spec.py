@@ -1,7 +1,8 @@
 """Numeric descriptions of blocks and frames: all that kernels need, independent of torch.nn and transformers.
 
-A family reads the model's config once and returns one `BlockSpec` per layer (and one `FrameSpec` for what
-surrounds the layers). Layers with equal specs are of one kind: they share kernels and one self-check.
+A family reads the model's config once and returns one `BlockSpec` per layer, and one `FrameSpec` for what
+surrounds the layers (`frames.py`). Layers with equal specs are of one kind: they share kernels and one
+self-check.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from slipstream.branches import (
     Gate,
     Growth,
     Latent,
-    LayerInputs,
     MoE,
     Multipliers,
     Norm,
@@ -22,7 +22,9 @@ from slipstream.branches import (
     QKNorm,
     Recurrence,
     Rope,
+    Streams,
 )
+from slipstream.frames import EncoderSpec, FrameSpec, FrameStreams, LayerInputs
 from slipstream.role import SECOND, Role
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "BlockSpec",
     "EncoderSpec",
     "FrameSpec",
+    "FrameStreams",
     "Gate",
     "Growth",
     "Latent",
@@ -42,6 +45,7 @@ __all__ = [
     "Recurrence",
     "Role",
     "Rope",
+    "Streams",
     "lender_of",
 ]
 
@@ -65,6 +69,8 @@ class BlockSpec:
         carry: Multiplies the residual stream before a branch is added to it.
         activation: A name in `slipstream.ops.activation`.
         gated: The feed-forward is `activation(gate) * up`.
+        sparsity: Share of the gate's values that would be zero if they were normally distributed: what is
+            above that quantile of such a distribution goes on, less the quantile; 0 for all values.
         scale: Multiplies the scores.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
         mask: Meaning of the mask that transformers passes. "whole": it fully determines what a token sees.
@@ -89,6 +95,8 @@ class BlockSpec:
             attention type reuse them. "borrows": the layer reuses those of such a layer and has no key and
             value projections.
         inputs: Width of a per-layer input, which a third branch adds in; 0 for none.
+        streams: The streams of states, if there are several. The layer's own `course` then only names the
+            keys and values that it shares; what is computed is data, for every kernel.
         latent: Multi-head latent attention in place of keys and values per head, if any.
         gate: The gate that multiplies the attention output before `ATTN_OUT`, if any.
         growth: How queries are scaled by position, if they are.
@@ -130,6 +138,7 @@ class BlockSpec:
     carry: float = 1.0
     activation: str = "silu"
     gated: bool = True
+    sparsity: float = 0.0
     scale: float = 1.0
     softcap: float | None = None
     mask: Literal["whole", "padding", "hidden"] = "whole"
@@ -149,6 +158,7 @@ class BlockSpec:
     value_norm: bool = False
     sharing: Literal["own", "lends", "borrows"] = "own"
     inputs: int = 0
+    streams: Streams | None = None
     latent: Latent | None = None
     gate: Gate | None = None
     growth: Growth | None = None
@@ -242,6 +252,12 @@ class BlockSpec:
         if self.inputs:
             shapes[Role.INPUT_GATE] = (self.inputs, self.hidden)
             shapes[Role.INPUT_OUT] = (self.hidden, self.inputs)
+        if (streams := self.streams) is not None:
+            shapes[Role.STREAM_ROUTER] = (streams.count, self.hidden)
+            shapes[Role.STREAM_PREDICT] = (streams.count**2, streams.count)
+            shapes[Role.STREAM_CORRECT] = (streams.count, streams.count)
+            shapes[Role.NARROW_IN] = (streams.rank, self.hidden)
+            shapes[Role.NARROW_OUT] = (self.hidden, streams.rank)
         if self.cross is not None:
             shapes[Role.CROSS_Q] = (self.q_dim, self.hidden)
             shapes[Role.CROSS_KV] = (2 * self.kv_dim, self.cross)
@@ -284,103 +300,3 @@ def lender_of(specs: Sequence[BlockSpec], index: int) -> int:
 
 def _kind(spec: BlockSpec) -> str | None:
     return None if spec.rope is None else spec.rope.layer_type
-
-
-@dataclass(frozen=True)
-class FrameSpec:
-    """What surrounds the layers of a causal language model, by the model's own names.
-
-    Names are paths from the model that was passed in (`LlamaForCausalLM`); an absent part is None. The packed
-    batch goes through `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`,
-    the layers, `final_norm`, `project_out`, `head * logit_scale + logit_bias`, `logit_softcap`.
-
-    Attributes:
-        layers: The module list of the layers.
-        embed: The token embedding.
-        head: The vocabulary projection.
-        norm: Kind of `final_norm` and `embed_norm`.
-        final_norm: The norm after the last layer.
-        embed_norm: The norm before the first layer.
-        pos_embed: The learned (or tabulated) position embedding: a module, or a buffer.
-        pos_offset: Added to a position before the lookup.
-        pos_padding: Tokens with this id look up the row of that index, whatever their position (M2M100).
-        pos_after_norm: Position embeddings are added after `embed_norm`, not before it.
-        attends_padding: The decoder cross-attends to all encoder states and ignores the mask (Whisper).
-        project_in: Linear from the embedding's width to the hidden one.
-        project_out: Linear from the hidden width to the head's.
-        rotary: The rotary module.
-        rotaries: Rotary modules of single types of layers, as pairs of `Rope.layer_type` and path.
-        embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where
-            `embed_scale_rounded`.
-        embed_scale_rounded: The original rounds `embed_scale` to the embedding's dtype before multiplying.
-        logit_scale: Multiplies the logits.
-        logit_bias: A buffer `(1, V)` that is added to the logits.
-        logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
-        inputs: What is computed from tokens for the layers' third branch, if they have one.
-        placeholder_fields: Fields in the config of a larger model that have ids of tokens which mark places
-            for images or sound, and which that model embeds as `stand_in` where nothing takes their place.
-        placeholders: These ids, once the larger model is known.
-        stand_in: See `placeholder_fields`.
-        restart: Length beyond which the original drops its cache and recomputes it during a generation
-            (Phi-3's long rope).
-    """
-
-    layers: str
-    embed: str
-    head: str
-    norm: Norm
-    final_norm: str | None = None
-    embed_norm: str | None = None
-    pos_embed: str | None = None
-    pos_offset: int = 0
-    pos_padding: int | None = None
-    pos_after_norm: bool = False
-    attends_padding: bool = False
-    project_in: str | None = None
-    project_out: str | None = None
-    rotary: str | None = None
-    rotaries: tuple[tuple[str, str], ...] = ()
-    embed_scale: float = 1.0
-    embed_scale_rounded: bool = False
-    logit_scale: float = 1.0
-    logit_bias: str | None = None
-    logit_softcap: float | None = None
-    inputs: LayerInputs | None = None
-    placeholder_fields: tuple[str, ...] = ()
-    placeholders: tuple[int, ...] = ()
-    stand_in: int = 0
-    restart: int | None = None
-
-    @property
-    def root(self) -> str:
-        """Path of the module that runs the layers."""
-        return self.layers.rpartition(".")[0]
-
-
-@dataclass(frozen=True)
-class EncoderSpec:
-    """What surrounds an encoder's layers, by names relative to the model that has them (`BertModel`).
-
-    Tokens go through `words[id] + types[type] + positions[position]`, `norm`, `project_in`, the layers; a
-    pooler applies a linear and tanh to the first token of each row.
-
-    Attributes:
-        layers: The module list of the layers.
-        words: The token embedding.
-        positions: The position embedding.
-        norm: The layer norm before the first layer.
-        types: The token type embedding (type 0 where the call gives none), or None.
-        padding: Padding token id; other tokens are then numbered from `padding + 1`, and padding tokens have
-            position `padding`. None where positions count from 0 whatever the tokens are.
-        project_in: Linear from the embedding's width to the hidden one, or None.
-        pooler: A module with a linear `dense`; skipped if the model has none.
-    """
-
-    layers: str
-    words: str
-    positions: str
-    norm: str
-    types: str | None = None
-    padding: int | None = None
-    project_in: str | None = None
-    pooler: str = "pooler"

@@ -32,6 +32,7 @@ APART = frozenset(
         "swin",
         "swinv2",
         "mlcd_vision_model",
+        "gemma3n_text",
         "gemma4_text",
         "gemma4_unified_text",
         "ministral3",

@@ -8,8 +8,9 @@ import itertools
 import random
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ def engine_of(
 
 def refuse_to_run(*_: object) -> Tensor:
     raise AssertionError("the step was left to the reference")
+
+
+Change = Callable[[Any], tuple[Any, str, Any]]
+"""Returns, of a call's structs, one, the name of a field of it, and the value to set there."""
 
 
 class Rounds:
@@ -101,9 +106,10 @@ class Rounds:
         return self._run(step, x)
 
     def _run(self, step: Step, x: Tensor) -> tuple[Tensor, Tensor]:
-        before = x.clone()
         tables = self.runner.frame.angles(step.positions, [block.spec.rope for block in self.blocks])
         inputs = self.runner.frame.layer_inputs(step.token_ids, x)
+        x = self.runner.frame.split(x)
+        before = x.clone()
         expected = run_stack(self.blocks, x, step, self.caches[0].layers, tables, inputs)
         got = self.stack(self.blocks, x, step, self.caches[1].layers, tables, inputs)
         assert torch.equal(x, before)
@@ -115,13 +121,36 @@ class Rounds:
         """The largest error of the tokens, but for a share of `ties` among them."""
         step, x = self.step(spans)
         expected, got = self._run(step, x)
-        errors = [(got - expected).abs().amax(-1) / expected.abs().max()]
+        errors = [(got - expected).abs().flatten(1).amax(-1) / expected.abs().max()]
         for ours, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             for a, b in zip(ours.parts, theirs.parts, strict=True):
                 a, b = (_written(part, step) for part in (a, b))
                 errors.append((a - b).abs().amax(-1) / b.abs().max().clamp(min=1.0))
         kept = len(errors[0]) - int(ties * len(errors[0]))
         return max(float(each.sort().values[:kept].max()) for each in errors)
+
+
+def refuses(rounds: Rounds, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the library refuses a changed call, writes nothing, and runs the unchanged one after it."""
+    own = Library.run
+
+    def changed(self: Library, kind: str, call: Any) -> None:
+        if kind != "stack":
+            return own(self, kind, call)
+        owner, field, value = change(call)
+        before = bytes(owner)  # a field that is a pointer would be read anew
+        setattr(owner, field, value)
+        try:
+            own(self, kind, call)
+        finally:
+            ctypes.memmove(ctypes.addressof(owner), before, len(before))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Library, "run", changed)
+        with pytest.raises(DeviceError, match="refuses its arguments"):
+            rounds.error(PREFILL)
+    assert all(bool(t.isnan().all()) for kept in rounds.caches[1].layers for t in kept.parts)
+    assert rounds.error(PREFILL) <= TOLERANCE[torch.float32]
 
 
 def squared_errors(model: torch.nn.Module, dtype: torch.dtype, isa: str) -> tuple[float, float]:

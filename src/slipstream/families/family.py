@@ -198,6 +198,16 @@ class Branches(Protocol):
         """
         ...
 
+    def streams(self, x: Tensor, inputs: Tensor, *, shared_as: Any = None) -> Tensor:
+        """Run a layer of several streams, stacked `(S, B, L, C)`, as `Streams` describes it.
+
+        Args:
+            x: The layer's input.
+            inputs: Its own input, `(B, L, P)`.
+            shared_as: As for `attend`.
+        """
+        ...
+
     def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from `(B, H, S, D)` to `(B, K, L, D)`; returns `(B, S, H * D)`; `mask` is as in torch."""
         ...

@@ -1,17 +1,34 @@
-"""Gemma 3n: four streams of states, of which one runs through the block; a second, narrow residual."""
+"""Gemma 3n: four streams of states, of which one runs through the block; sparse gates, a narrow branch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from slipstream.families.common import QK_NORMS, SANDWICH_RECIPES, layer_type, llama_like, tiny, window
+from slipstream.families.common import (
+    QK_NORMS,
+    SANDWICH_RECIPES,
+    layer_type,
+    llama_frame,
+    llama_like,
+    tiny,
+    window,
+)
 from slipstream.families.family import Branches, Config, Family, OwnCourse
 from slipstream.families.gemma4 import QKV_SHARED, sharing
-from slipstream.spec import BlockSpec, Norm, QKNorm, Role, Rope
+from slipstream.spec import (
+    BlockSpec,
+    FrameSpec,
+    FrameStreams,
+    LayerInputs,
+    Norm,
+    QKNorm,
+    Role,
+    Rope,
+    Streams,
+)
 from slipstream.weights.recipe import Take
 
 _STREAMS = "alternating updates of four streams"
@@ -31,25 +48,44 @@ def _spec(config: Config, index: int) -> BlockSpec:
         window=window(config, index),
         scale=1.0,
         inputs=config.hidden_size_per_layer_input,
+        sparsity=config.activation_sparsity_pattern[index],
+        streams=Streams(
+            count=config.altup_num_inputs,
+            active=config.altup_active_idx,
+            rank=config.laurel_rank,
+            scaled=config.altup_correct_scale,
+        ),
         course=_STREAMS,
     )
 
 
+def _frame(config: Config) -> FrameSpec:
+    width, others = config.hidden_size_per_layer_input, range(config.altup_num_inputs - 1)
+    return llama_frame(
+        config,
+        embed_scale=config.hidden_size**0.5,
+        embed_scale_rounded=True,
+        logit_softcap=config.final_logit_softcapping,
+        inputs=LayerInputs(
+            embed="model.embed_tokens_per_layer",
+            project="model.per_layer_model_projection",
+            norm="model.per_layer_projection_norm",
+            width=width,
+            embed_scale=width**0.5,
+            project_scale=config.hidden_size**-0.5,
+            scale=2.0**-0.5,
+            rows=config.vocab_size_per_layer_input,
+        ),
+        streams=FrameStreams(
+            enter=tuple(f"model.altup_projections.{i}" for i in others),
+            leave=tuple(f"model.altup_unembed_projections.{i}" for i in others),
+        ),
+        alone=True,
+    )
+
+
 def _streams(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    predicted, active = layer.altup.predict(x), layer.config.altup_active_idx
-    stream = predicted[active]
-    normed = heads.norm(Role.ATTN_NORM, stream)
-    narrow = layer.laurel(normed)
-    attended = heads.norm(Role.ATTN_POST_NORM, heads.attend(normed, shared_as=_name(layer.self_attn)))
-    stream = (stream + attended + narrow) / math.sqrt(2)
-    fed = _feed(heads, layer.mlp, heads.norm(Role.MLP_NORM, stream))
-    corrected: Tensor = layer.altup.correct(predicted, stream + heads.norm(Role.MLP_POST_NORM, fed))
-    first = corrected[active].clone()
-    if layer.config.altup_correct_scale:
-        first = layer.altup.scale_corrected_output(first)
-    gate = layer.act_fn(heads.linear(Role.INPUT_GATE, first)) * given["per_layer_input"]
-    corrected[1:] += heads.norm(Role.INPUT_NORM, heads.linear(Role.INPUT_OUT, gate))
-    return corrected
+    return heads.streams(x, given["per_layer_input"], shared_as=_name(layer.self_attn))
 
 
 def _name(attention: Any) -> int | None:
@@ -59,14 +95,6 @@ def _name(attention: Any) -> int | None:
     return int(
         attention.layer_idx if attention.kv_shared_layer_index is None else attention.kv_shared_layer_index
     )
-
-
-def _feed(heads: Branches, mlp: Any, x: Tensor) -> Tensor:
-    """Run the feed-forward; in a sparse layer only the largest gate values are kept."""
-    if not mlp.activation_sparsity:
-        return heads.feed(x)
-    gate, up = heads.linear(Role.MLP_IN, x).chunk(2, dim=-1)
-    return heads.linear(Role.MLP_OUT, mlp.act_fn(mlp._gaussian_topk(gate)) * up)
 
 
 _TINY: dict[str, Any] = {
@@ -84,6 +112,7 @@ FAMILY = Family(
     name="gemma3n_text",
     layers=("Gemma3nTextDecoderLayer",),
     spec=_spec,
+    frame=_frame,
     recipes={
         **SANDWICH_RECIPES,
         **QK_NORMS,
@@ -91,14 +120,27 @@ FAMILY = Family(
         Role.INPUT_GATE: Take("per_layer_input_gate"),
         Role.INPUT_OUT: Take("per_layer_projection"),
         Role.INPUT_NORM: Take("post_per_layer_input_norm"),
+        Role.STREAM_NORM: Take("altup.router_norm"),
+        Role.STREAM_ROUTER: Take("altup.modality_router"),
+        Role.STREAM_PREDICT: Take("altup.prediction_coefs"),
+        Role.STREAM_CORRECT: Take("altup.correction_coefs"),
+        Role.STREAM_SCALE: Take("altup.correct_output_scale"),
+        Role.NARROW_IN: Take("laurel.linear_left"),
+        Role.NARROW_OUT: Take("laurel.linear_right"),
+        Role.NARROW_NORM: Take("laurel.post_laurel_norm"),
     },
-    courses={
-        _STREAMS: OwnCourse(
-            _streams, ("altup", "laurel"), frozenset({"per_layer_input"}), "the mixing of streams"
-        )
-    },
+    courses={_STREAMS: OwnCourse(_streams, reads=frozenset({"per_layer_input"}))},
     tiny=(
         tiny(*_BUILT, num_kv_shared_layers=2, activation_sparsity_pattern=[0.6, 0.0, 0.6, 0.0], **_TINY),
         tiny(*_BUILT, label="none shared", num_kv_shared_layers=0, altup_correct_scale=False, **_TINY),
+        tiny(
+            *_BUILT,
+            label="three streams",
+            num_kv_shared_layers=2,
+            altup_num_inputs=3,
+            altup_active_idx=1,
+            activation_sparsity_pattern=[0.5, 0.9, 0.0, 0.0],
+            **_TINY,
+        ),
     ),
 )

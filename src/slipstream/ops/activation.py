@@ -5,6 +5,7 @@ Shapes: T packed tokens, F feed-forward width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["ACTIVATIONS", "KINDS", "LEARNED", "OP", "activate", "xielu"]
+__all__ = ["ACTIVATIONS", "KINDS", "LEARNED", "OP", "activate", "deviations_at", "sparse", "xielu"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -119,6 +120,34 @@ def activate(x: Tensor, *, name: str, gated: bool) -> Tensor:
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(gate * _OAI_ALPHA))
     return ACTIVATIONS[name](gate) * up
+
+
+def sparse(x: Tensor, sparsity: float, *, gated: bool) -> Tensor:
+    """Zero what lies below a quantile of the gate, and subtract the quantile from the rest.
+
+    The quantile is that of a normal distribution with the mean and the deviation of the token's values.
+
+    Args:
+        x: `(T, F)`, or `(T, 2 F)` with the gate first if `gated`.
+        sparsity: Share of such a distribution below the quantile, less than 1; 0 returns `x`.
+        gated: See `x`.
+
+    Returns:
+        Of the shape of `x`.
+    """
+    if sparsity == 0.0:
+        return x
+    gate, *up = x.chunk(2, dim=-1) if gated else (x,)
+    std = torch.std(gate, dim=-1, keepdim=True, unbiased=False)
+    least = gate.mean(dim=-1, keepdim=True) + std * deviations_at(sparsity, x.dtype)
+    return torch.cat([F.relu(gate - least), *up], dim=-1)
+
+
+@functools.cache
+def deviations_at(sparsity: float, dtype: torch.dtype) -> float:
+    """Return the quantile of the standard normal distribution at `sparsity`, rounded to a dtype."""
+    share = torch.tensor(sparsity, dtype=torch.float32, device="cpu")
+    return float(torch.special.ndtri(share).to(dtype))
 
 
 def xielu(x: Tensor, learned: Tensor) -> Tensor:

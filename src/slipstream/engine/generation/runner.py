@@ -93,6 +93,7 @@ class Runner:
             tables = (angles or self.frame.angles)(step.positions, ropes)
             x = self.frame.enter(step.token_ids, step.positions)
             inputs = self.frame.layer_inputs(step.token_ids, x)
+            x = self.frame.split(x)
             if self.timer is no_timer:
                 x = self.stack(self.blocks, x, step, cache.layers, tables, inputs)
             else:

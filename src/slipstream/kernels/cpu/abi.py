@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.cpu.abi_block import (
+    Across,
+    Block,
+    Inputs,
+    Latent,
+    Mask,
+    Moe,
+    Multipliers,
+    Part,
+    Recurrence,
+    Streams,
+)
+from slipstream.kernels.cpu.abi_types import (
+    CODES,
+    FACTORS,
+    MINIMA,
+    SCALES,
+    UPPER,
+    Fields,
+    Matrix,
+    Norm,
+    Run,
+    Scale,
+    each,
+)
 
 __all__ = [
     "ABI",
@@ -32,18 +58,23 @@ __all__ = [
     "ExpertsCall",
     "FeedCall",
     "Inputs",
+    "Latent",
     "LinearCall",
     "Mask",
     "Matrix",
     "Moe",
+    "Multipliers",
     "Norm",
     "NormCall",
     "PackCall",
     "PagedAttentionCall",
+    "Part",
+    "Recurrence",
     "Run",
     "Scale",
     "StackCall",
     "Step",
+    "Streams",
     "Strided",
     "Table",
     "Fields",
@@ -51,7 +82,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 28
+ABI = 29
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -74,9 +105,6 @@ FORMATS = {
 }
 """The library's numbers of the weight formats that it reads."""
 
-CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
-"""Indices of the planes of a packed matrix."""
-
 KEYS_VALUES = {"own": 0, "keys": 1, "borrows": 2}
 """The library's numbers of where a block's keys and values come from."""
 
@@ -86,171 +114,6 @@ SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2, "sigmoid": 3
 
 GATES = {"sigmoid": 1, "softplus": 2}
 """The library's numbers of the activations of a gate on the attention output."""
-
-Fields = list[tuple[str, type]]
-
-
-def each(kind: type, names: str) -> Fields:
-    """Return struct fields of one type, given their names separated by spaces."""
-    return [(name, kind) for name in names.split()]
-
-
-class Run(ctypes.Structure):
-    """Consecutive rows of a dense matrix."""
-
-    _fields_: ClassVar[Fields] = [
-        ("data", c_void_p),
-        *each(c_int64, "rows stride"),
-        *each(c_int32, "transposed unused"),
-    ]
-
-
-class Matrix(ctypes.Structure):
-    """A matrix with its bias: dense in runs of rows, or packed in planes.
-
-    Attributes:
-        memory: What `runs` points to; a copy of the struct does not keep it alive.
-    """
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_void_p, "runs bias"),
-        *each(c_int64, "num_runs outputs inputs"),
-        *each(c_int32, "dtype bias_dtype format group input_bits input_zero"),
-        ("planes", c_void_p * (FACTORS + 1)),
-        ("plane_bytes", c_int64 * (FACTORS + 1)),
-    ]
-    memory: ctypes.Array[Run]
-
-
-class Norm(ctypes.Structure):
-    """A norm of vectors: RMSNorm, LayerNorm or none."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_void_p, "weight bias"),
-        ("count", c_int64),
-        *each(c_float, "eps offset"),
-        *each(c_int32, "kind weight_dtype bias_dtype unused"),
-    ]
-
-
-class Mask(ctypes.Structure):
-    """What, besides causality, decides which keys are attended to and how much."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_void_p, "alibi sinks"),
-        *each(c_float, "scale softcap"),
-        *each(c_int32, "window sinks_dtype"),
-        ("relative", c_void_p),
-        *each(c_int64, "reach zero"),
-    ]
-
-
-class Moe(ctypes.Structure):
-    """A mixture of experts."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_void_p, "experts_in experts_out"),
-        *each(c_int64, "experts top_k shared groups top_groups"),
-        *each(c_void_p, "choice expert_scale"),
-        *each(c_float, "jitter more_sum least_sum factor router_scale"),
-        *each(c_int32, "scoring normalize sums_two choice_dtype expert_scale_dtype weighs_input beside"),
-        *each(Norm, "router_norm entry_norm shared_norm norm"),
-        *each(Matrix, "router shared_in shared_out shared_gate"),
-    ]
-
-
-class Scale(ctypes.Structure):
-    """A factor per channel, or none."""
-
-    _fields_: ClassVar[Fields] = [("weight", c_void_p), *each(c_int32, "dtype unused")]
-
-
-class Across(ctypes.Structure):
-    """A block's cross-attention to an encoder's states."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(Norm, "norm post_norm"),
-        *each(Matrix, "q out"),
-        *each(c_void_p, "k v seen"),
-        ("states", c_int64),
-        ("mask", Mask),
-        *each(c_int32, "dtype unused"),
-    ]
-
-
-class Latent(ctypes.Structure):
-    """A block's latent attention."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_void_p, "keys values"),
-        *each(c_int64, "rank plain rotated value"),
-        *each(c_float, "query_scale latent_scale"),
-        *each(c_int32, "apart unused"),
-        *each(Norm, "query_norm norm"),
-        *each(Matrix, "query_down down up"),
-    ]
-
-
-class Part(ctypes.Structure):
-    """One of the inputs of a recurrence, by key head."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_int64, "matrix start step channel"),
-        ("scale", c_float),
-        ("unused", c_int32),
-    ]
-
-
-class Recurrence(ctypes.Structure):
-    """A mixer in place of attention or beside it, whose state per sequence has a fixed size."""
-
-    _fields_: ClassVar[Fields] = [
-        ("projections", c_void_p),
-        ("num_projections", c_int64),
-        *each(c_void_p, "kernel kernel_bias"),
-        *each(c_int64, "channels width key_heads value_heads key_dim value_dim"),
-        *each(Part, "q k v gate rate decay"),
-        ("out", Matrix),
-        *each(c_void_p, "speed shift skip"),
-        ("norm", Norm),
-        ("norm_width", c_int64),
-        *each(c_float, "least_step rate_scale"),
-        *each(c_int32, "rule gate_first kernel_dtype bias_dtype speed_dtype shift_dtype skip_dtype unused"),
-    ]
-
-
-class Multipliers(ctypes.Structure):
-    """Constants inside a block."""
-
-    _fields_: ClassVar[Fields] = each(c_float, "attention_in keys attention_out mixer_out feed_in feed_out")
-
-
-class Inputs(ctypes.Structure):
-    """A block's third branch, whose gate is opened by an input of its own for each token."""
-
-    _fields_: ClassVar[Fields] = [("width", c_int64), *each(Matrix, "gate out"), ("norm", Norm)]
-
-
-class Block(ctypes.Structure):
-    """One transformer block."""
-
-    _fields_: ClassVar[Fields] = [
-        *each(c_int64, "hidden heads kv_heads head_dim ffn"),
-        *each(c_int32, "post parallel residual_from_norm gated"),
-        *each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
-        *each(c_float, "residual_scale clip growth growth_period growth_offset"),
-        *each(c_int32, "causal gate gates_heads branches keys_values beside"),
-        ("mask", Mask),
-        *each(Scale, "attn_scale mlp_scale layer_scale"),
-        *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm v_norm"),
-        *each(Matrix, "qkv attn_out mlp_in mlp_out"),
-        ("moe", POINTER(Moe)),
-        ("across", POINTER(Across)),
-        ("latent", POINTER(Latent)),
-        ("recurrence", POINTER(Recurrence)),
-        ("multipliers", POINTER(Multipliers)),
-        ("inputs", POINTER(Inputs)),
-    ]
 
 
 class Step(ctypes.Structure):

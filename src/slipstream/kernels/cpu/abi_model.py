@@ -46,6 +46,9 @@ class Frame(ctypes.Structure):
         *each(c_float, "inputs_embed_scale inputs_project_scale inputs_scale"),
         *each(Norm, "embed_norm final_norm inputs_norm"),
         *each(Matrix, "embed project_in project_out head inputs_embed inputs_project"),
+        ("inputs_rows", c_int64),
+        *each(c_void_p, "split join"),
+        ("others", c_int64),
     ]
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import BRANCHES, DTYPES, GATES, KEYS_VALUES, address
+from slipstream.kernels.cpu.block_parts import (
+    inputs_of,
+    latent_of,
+    refuse_latent,
+    refuse_streams,
+    streams_of,
+)
 from slipstream.kernels.cpu.matrix import kept_matrix, matrix_of
 from slipstream.kernels.cpu.mixture import mixture_of
 from slipstream.kernels.cpu.multipliers import multipliers_of, refuse_multipliers
@@ -22,13 +29,12 @@ from slipstream.kernels.cpu.recurrence import (
     tensors_of_recurrence,
 )
 from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
-from slipstream.ops.activation import KINDS
+from slipstream.ops.activation import KINDS, deviations_at
 from slipstream.ops.recurrence import RecurrentLike
-from slipstream.spec import BlockSpec, Latent, Role, Rope
+from slipstream.spec import BlockSpec, Role, Rope
 
 __all__ = [
     "Prepared",
-    "across_of",
     "biased",
     "prepare",
     "refuse_block",
@@ -59,12 +65,8 @@ _OF_OTHER_WIDTHS = {
 }
 """Vectors whose width is not that of the residual stream."""
 
-_MOST_APART = 512
-"""Rotated dims of latent attention whose pairs the library can put apart."""
-
 _UNKNOWN = (
     "carry",
-    "course",
     "feeder",
     "inner_norms",
     "twice",
@@ -84,6 +86,10 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
     for field in fields(spec):
         if field.name in _UNKNOWN and getattr(spec, field.name) != field.default:
             return f"{field.name}={getattr(spec, field.name)!r} is not supported"
+    if spec.course is not None and spec.streams is None:
+        return f"course={spec.course!r} is not supported"
+    if spec.streams is not None and (reason := refuse_streams(block)):
+        return reason
     if not cross_attends and (spec.cross is not None or spec.relative is not None):
         return "cross-attention and relative position biases are not supported"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
@@ -104,7 +110,7 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         reason := refuse_recurrence(spec, block.part, block.weights.lease is not None)
     ):
         return reason
-    if spec.latent is not None and (reason := _refuse_latent(block)):
+    if spec.latent is not None and (reason := refuse_latent(block)):
         return reason
     if (reason := _refuse_keys_values(spec) or refuse_multipliers(block)) is not None:
         return reason
@@ -112,6 +118,17 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         return (
             "experts that share their weight with shared ones, or that return their input, are not supported"
         )
+    if (reason := _refuse_vectors(block)) is not None:
+        return reason
+    for slopes in (block.mask.alibi, block.mask.sinks):
+        if spec.attends and slopes is not None and slopes.numel() != spec.heads:
+            return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
+    return None
+
+
+def _refuse_vectors(block: BlockLike) -> str | None:
+    """Return why the library cannot read a block's norms and scales, or None if it can."""
+    spec = block.spec
     for role, vector in block.weights.vectors.items():
         if role == Role.ACTIVATION:
             return f"{role}: it is not supported"
@@ -122,26 +139,6 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         reason = refuse_vector(vector, None if role in _OF_OTHER_WIDTHS else {spec.hidden})
         if reason is not None:
             return f"{role}: {reason}"
-    for slopes in (block.mask.alibi, block.mask.sinks):
-        if spec.attends and slopes is not None and slopes.numel() != spec.heads:
-            return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
-    return None
-
-
-def _refuse_latent(block: BlockLike) -> str | None:
-    """Return why the library cannot run a block's latent attention, or None if it can."""
-    spec, up = block.spec, block.weights.matrices[Role.KV_UP]
-    others = (spec.gate, spec.qk_norm, spec.clip_qkv, spec.window, spec.softcap, spec.cross)
-    masks = (block.mask.alibi, block.mask.sinks)
-    if any(other is not None for other in (*others, *masks)) or spec.parallel or spec.place == "post":
-        return "latent attention with a gate, norms of heads, a window or biases of scores is not supported"
-    if up.format != "plain" or len(up.planes) != 1 or up.bias is not None:
-        return f"{Role.KV_UP}: only one dense matrix without a bias is supported"
-    latent = spec.latent
-    if latent is None or latent.value_dim > spec.head_dim:
-        return "latent attention whose values are wider than its keys is not supported"
-    if latent.interleaved and (latent.rope_dim % 2 or latent.rope_dim > _MOST_APART):
-        return f"{latent.rope_dim} rotated dims, which are put apart, are more than {_MOST_APART} or odd"
     return None
 
 
@@ -284,22 +281,7 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         describe_recurrence(block.part, spec, struct, memory)
     if not spec.attends:
         struct.gate, struct.clip, struct.table = 0, 0.0, -1
-    if spec.multipliers is not None:
-        struct.multipliers = ctypes.pointer(multipliers_of(spec.multipliers, gated=spec.gated))
-    keys_values = "borrows" if spec.sharing == "borrows" else spec.values
-    struct.keys_values = KEYS_VALUES[keys_values]
-    if spec.value_norm and keys_values != "borrows":
-        struct.v_norm = abi.Norm(eps=spec.norm.eps, kind=1)
-    if (growth := spec.growth) is not None:
-        struct.growth, struct.growth_period = growth.slope, growth.period
-        struct.growth_offset = growth.offset
-    if spec.inputs:
-        struct.inputs = ctypes.pointer(_inputs(block, memory))
-    if spec.latent is not None:
-        struct.qkv = kept_matrix(block.weights.matrices[Role.Q_UP], memory)
-        struct.latent = ctypes.pointer(_latent(spec.latent, block, memory))
-    if spec.moe is not None and spec.branches != "attention":
-        struct.moe = ctypes.pointer(mixture_of(spec.moe, block, memory))
+    _describe_parts(struct, block, memory)
     for role, name in _SCALES.items():
         vector = vectors.get(role)
         if vector is not None and vector.weight is not None:
@@ -316,59 +298,27 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
     return struct
 
 
-def across_of(block: BlockLike, memory: list[Any]) -> abi.Across:
-    """Describe a block's cross-attention to the library, without the encoder's keys and values.
-
-    Args:
-        block: Accepted by `refuse_block`.
-        memory: Receives the objects, other than tensors, that the struct points to.
-    """
-    spec, vectors, matrices = block.spec, block.weights.vectors, block.weights.matrices
-    return abi.Across(
-        norm=norm_of(vectors.get(Role.CROSS_NORM), spec.norm),
-        post_norm=norm_of(vectors.get(Role.CROSS_POST_NORM), spec.norm),
-        q=kept_matrix(matrices[Role.CROSS_Q], memory),
-        out=kept_matrix(matrices[Role.CROSS_OUT], memory),
-        mask=abi.Mask(scale=spec.scale, softcap=spec.softcap or 0.0),
-    )
-
-
-def _inputs(block: BlockLike, memory: list[Any]) -> abi.Inputs:
-    matrices, vectors = block.weights.matrices, block.weights.vectors
-    struct = abi.Inputs(
-        width=block.spec.inputs,
-        gate=kept_matrix(matrices[Role.INPUT_GATE], memory),
-        out=kept_matrix(matrices[Role.INPUT_OUT], memory),
-        norm=norm_of(vectors.get(Role.INPUT_NORM), block.spec.norm),
-    )
-    memory.append(struct)
-    return struct
-
-
-def _latent(latent: Latent, block: BlockLike, memory: list[Any]) -> abi.Latent:
-    matrices, vectors = block.weights.matrices, block.weights.vectors
-    struct = abi.Latent(
-        rank=latent.rank,
-        plain=latent.plain_dim,
-        rotated=latent.rope_dim,
-        value=latent.value_dim,
-        query_scale=latent.query_scale,
-        latent_scale=latent.latent_scale,
-        apart=int(latent.interleaved),
-        query_norm=norm_of(vectors.get(Role.Q_DOWN_NORM), latent.norm),
-        norm=norm_of(vectors.get(Role.KV_DOWN_NORM), latent.norm),
-        down=kept_matrix(matrices[Role.KV_DOWN], memory),
-        up=kept_matrix(matrices[Role.KV_UP], memory),
-    )
-    if latent.query_rank is not None:
-        struct.query_down = kept_matrix(matrices[Role.Q_DOWN], memory)
-    up = matrices[Role.KV_UP]
-    both = up.planes[0].unflatten(0, (-1, latent.plain_dim + latent.value_dim))
-    keys, values = both.split((latent.plain_dim, latent.value_dim), dim=1)
-    for name, heads in (("keys", keys.mT), ("values", values)):
-        shape = tuple(heads.shape[1:])
-        each = (kept_matrix(replace(up, shape=shape, planes=(head,)), memory) for head in heads.unbind(0))
-        memory.append((abi.Matrix * len(heads))(*each))
-        setattr(struct, name, ctypes.addressof(memory[-1]))
-    memory.append(struct)
-    return struct
+def _describe_parts(struct: abi.Block, block: BlockLike, memory: list[Any]) -> None:
+    """Describe what only some blocks have; `memory` receives what the struct points to."""
+    spec = block.spec
+    if spec.multipliers is not None:
+        struct.multipliers = ctypes.pointer(multipliers_of(spec.multipliers, gated=spec.gated))
+    keys_values = "borrows" if spec.sharing == "borrows" else spec.values
+    struct.keys_values = KEYS_VALUES[keys_values]
+    if spec.value_norm and keys_values != "borrows":
+        struct.v_norm = abi.Norm(eps=spec.norm.eps, kind=1)
+    if (growth := spec.growth) is not None:
+        struct.growth, struct.growth_period = growth.slope, growth.period
+        struct.growth_offset = growth.offset
+    if spec.sparsity:
+        struct.sparse = 1
+        struct.cutoff = deviations_at(spec.sparsity, block.weights.matrices[Role.MLP_IN].computes_in)
+    if spec.streams is not None:
+        struct.streams = ctypes.pointer(streams_of(spec.streams, block, memory))
+    if spec.inputs:
+        struct.inputs = ctypes.pointer(inputs_of(block, memory))
+    if spec.latent is not None:
+        struct.qkv = kept_matrix(block.weights.matrices[Role.Q_UP], memory)
+        struct.latent = ctypes.pointer(latent_of(spec.latent, block, memory))
+    if spec.moe is not None and spec.branches != "attention":
+        struct.moe = ctypes.pointer(mixture_of(spec.moe, block, memory))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import KeptAngles
-from slipstream.kernels.cpu.blocks import Prepared, across_of, refuse_block
+from slipstream.kernels.cpu.block_parts import across_of
+from slipstream.kernels.cpu.blocks import Prepared, refuse_block
 from slipstream.kernels.cpu.frames import FrameLike
 from slipstream.kernels.cpu.library import ISAS, load, refuse
 from slipstream.kernels.cpu.model import NativeModel

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.cpu import abi_model
+from slipstream.kernels.cpu import abi, abi_model
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource
 from slipstream.kernels.cpu.blocks import refuse_vector
@@ -81,7 +81,8 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
         The struct, whose tensors must be kept alive, and the other objects that it points to.
     """
     memory: list[Any] = []
-    described = {name: kept_matrix(weight, memory) for name, weight in frame.matrices().items()}
+    matrices = frame.matrices()
+    described = {name: kept_matrix(weight, memory) for name, weight in matrices.items() if "." not in name}
     head, bias, table, spec = described["head"], frame.logit_bias, frame.pos_table, frame.spec
     if bias is not None:
         head.bias, head.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
@@ -102,7 +103,13 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
         memory.append((ctypes.c_int64 * len(spec.placeholders))(*spec.placeholders))
         struct.placeholders, struct.num_placeholders = ctypes.addressof(memory[-1]), len(spec.placeholders)
         struct.stand_in = spec.stand_in
+    for name in ("split", "join"):
+        several = [weight for path, weight in matrices.items() if path.startswith(f"{name}.")]
+        memory.append((abi.Matrix * len(several))(*(kept_matrix(weight, memory) for weight in several)))
+        setattr(struct, name, ctypes.addressof(memory[-1]))
+        struct.others = len(several)
     if (inputs := spec.inputs) is not None:
+        struct.inputs_rows = inputs.rows or 0
         struct.inputs_embed_scale = frame.inputs_factor
         struct.inputs_project_scale, struct.inputs_scale = inputs.project_scale, inputs.scale
     return struct, memory

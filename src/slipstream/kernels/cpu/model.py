@@ -115,7 +115,9 @@ class NativeSession:
         self._screening = (
             None
             if screens is None
-            else screens.begin(matrices["head"], scale, softcap, at_end="project_out" not in matrices)
+            else screens.begin(
+                matrices["head"], scale, softcap, at_end=matrices.keys().isdisjoint({"project_out", "join.0"})
+            )
         )
         self._rows = 0
         self._tables: Any = None

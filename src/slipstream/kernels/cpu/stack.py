@@ -82,6 +82,8 @@ class NativeStack:
         self._place = {id(block): index for index, block in enumerate(blocks)}
         first: dict[BlockSpec, int] = {}
         self._kinds = tuple(first.setdefault(block.spec, index) for index, block in enumerate(blocks))
+        streams = blocks[0].spec.streams
+        self._state = (*(() if streams is None else (streams.count,)), blocks[0].spec.hidden)
         self._prepared: Prepared | None = None
         self.ready()  # may return None: the blocks of a copy may no longer be accepted
 
@@ -107,14 +109,14 @@ class NativeStack:
 
         Args:
             blocks: All blocks of the engine, or a contiguous part of them.
-            x: `(T, C)`; not modified.
+            x: `(T, C)`, or `(T, S, C)` if the blocks have several streams; not modified.
             step: Lengths, slots and block table.
             caches: What each of the blocks keeps; updated in place.
             tables: Cosines and sines by rope, `(T, R / 2)`.
             inputs: `(T, blocks, P)`, the blocks' own inputs, where they have some.
 
         Returns:
-            `(T, C)`, the output of the last block.
+            The output of the last block, in the shape of `x`.
 
         Raises:
             DeviceError: The step points outside of the cache.
@@ -125,7 +127,7 @@ class NativeStack:
             prepared is None
             or first is None
             or not 0 < x.shape[0] <= self.most_tokens
-            or x.shape != (step.slots.shape[0], self.blocks[0].spec.hidden)
+            or x.shape != (step.slots.shape[0], *self._state)
             or any(t.shape[0] != x.shape[0] for rope in prepared.ropes for t in tables[rope])
             or not self._serves(blocks, first, x, step, caches)
         ):

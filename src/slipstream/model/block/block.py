@@ -16,7 +16,7 @@ from slipstream.model.block.experts import run_experts
 from slipstream.model.block.gate import Turning, growing, in_range, multiplied, opened
 from slipstream.model.block.latent_attention import queries_and_latents
 from slipstream.ops import Ops
-from slipstream.ops.activation import xielu
+from slipstream.ops.activation import sparse, xielu
 from slipstream.ops.linear import Weight, times, times_apart
 from slipstream.ops.moe import Routed
 from slipstream.ops.recurrence import RecurrentLike
@@ -377,6 +377,7 @@ class Block:
         if self._by.gate != 1.0:
             gate, *up = y.chunk(2, dim=-1) if self.spec.gated else (y,)
             y = torch.cat([gate * self._by.gate, *up], dim=-1)
+        y = sparse(y, self.spec.sparsity, gated=self.spec.gated)
         if learned is not None and learned.weight is not None:
             y = xielu(y, learned.weight)
         else:
@@ -384,14 +385,13 @@ class Block:
         return self.linear(second, self.norm(Role.MLP_INNER_NORM, y))
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move or cast every tensor of the block, as `nn.Module._apply` does; streamed matrices do not move.
+        """Move or cast every tensor, as `nn.Module._apply` does; streamed matrices do not move.
 
         Raises:
             UnsupportedError: Streamed matrices would be cast.
         """
         self.weights = self.weights.apply(fn)
-        sinks = self.weights.vectors.get(Role.SINKS)
-        alibi = self.mask.alibi
+        sinks, alibi = self.weights.vectors.get(Role.SINKS), self.mask.alibi
         device = self.weights.device
         self.mask = replace(
             self.mask,

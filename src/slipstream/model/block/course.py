@@ -16,6 +16,7 @@ from slipstream.model.block.block import Block, RopeTable
 from slipstream.model.block.layer_call import LayerCall
 from slipstream.model.block.positions import rope_table
 from slipstream.model.block.run import attention_of
+from slipstream.model.block.streams import run_streams
 from slipstream.ops.moe import Routed, chosen_by
 from slipstream.spec import SECOND, BlockSpec, MoE, Norm, Role
 from slipstream.weights.load import BlockWeights
@@ -101,6 +102,12 @@ class _Branches:
         vectors = {role: own.vectors[there] for role, there in roles.items() if there in own.vectors}
         half = Block(self.block.spec.half, BlockWeights(matrices, vectors), self.block.ops)
         return replace(self, block=half, index=2 * self.index + which)
+
+    def streams(self, x: Tensor, inputs: Tensor, *, shared_as: Any = None) -> Tensor:
+        attention = attention_of(self.block, replace(self.call, shared_as=shared_as), self.index)
+        packed = x.permute(1, 2, 0, 3).flatten(0, 1)
+        out = run_streams(self.block, packed, self.rope, attention, inputs.flatten(0, 1))
+        return out.view(*x.shape[1:3], *out.shape[1:]).permute(2, 0, 1, 3).contiguous()
 
     def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         options = {"scale": self.block.spec.scale, "softcap": None, "sinks": None}

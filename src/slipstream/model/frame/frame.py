@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.model.block.block import RopeTable
+from slipstream.model.block.streams import join_streams, split_streams
 from slipstream.model.frame.embed_scale import EmbedScale
 from slipstream.model.frame.rotary import Rotary
 from slipstream.model.fused.layer_changes import modules_of, numbers_of
@@ -67,6 +68,9 @@ class Frame:
         self.inputs_embed = None if inputs is None else part(inputs.embed)
         self.inputs_project = None if inputs is None else part(inputs.project)
         self.inputs_norm = None if inputs is None else part(inputs.norm)
+        streams = spec.streams
+        self._splits = [] if streams is None else [part(path) for path in streams.enter]
+        self._joins = [] if streams is None else [part(path) for path in streams.leave]
         by_type: dict[str | None, Any] = {kind: part(path) for kind, path in spec.rotaries}
         if spec.rotary is not None:
             by_type[None] = part(spec.rotary)
@@ -164,9 +168,22 @@ class Frame:
             return None
         projected = self._linear(self.inputs_project, x) * spec.project_scale
         projected = self._norm(self.inputs_norm, projected.unflatten(-1, (-1, spec.width)))
-        rows = weight_of(self.inputs_embed).rows(self._embedded_as(token_ids)) * self.inputs_factor
+        ids = self._embedded_as(token_ids)
+        if spec.rows is not None:
+            ids = ids.masked_fill(ids >= spec.rows, 0)
+        rows = weight_of(self.inputs_embed).rows(ids) * self.inputs_factor
         both: Tensor = (projected + rows.view(projected.shape)) * spec.scale
         return both
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return the streams `(T, S, C)` of embeddings `(T, C)`; these themselves if layers have one only."""
+        return split_streams(x, [self._linear(one, x) for one in self._splits]) if self._splits else x
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return rows `(R, C)` of the last layer's output: `(R, S, C)` if it has several streams."""
+        if not self._joins:
+            return x
+        return join_streams(x[:, 0], [self._linear(m, x[:, i]) for i, m in enumerate(self._joins, 1)])
 
     @property
     def inputs_factor(self) -> float:
@@ -189,8 +206,13 @@ class Frame:
         return _tensor_at(self._logit_bias)
 
     def matrices(self) -> dict[str, Weight]:
-        """Return the current matrices by the names of the attributes; embeddings have a row per id."""
+        """Return the current matrices by the names of the attributes; embeddings have a row per id.
+
+        Those that make streams of an embedding, and one state of these, are "split.0", ..., "join.0", ...
+        """
         parts = {name: getattr(self, name) for name in _MATRICES}
+        for name, modules in (("split", self._splits), ("join", self._joins)):
+            parts |= {f"{name}.{i}": module for i, module in enumerate(modules)}
         return {name: weight_of(part) for name, part in parts.items() if part is not None}
 
     def norms(self) -> dict[str, Vector]:
@@ -199,8 +221,8 @@ class Frame:
         return {name: _vector_of(part) for name, part in parts.items() if part is not None}
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the logits `(R, V)` of rows `(R, C)` from the last layer."""
-        spec = self.spec
+        """Return the logits `(R, V)` of rows from the last layer: `(R, C)`, or `(R, S, C)` of S streams."""
+        spec, x = self.spec, self.join(x)
         if self.final_norm is not None:
             x = self._norm(self.final_norm, x)
         if self.project_out is not None:

@@ -50,11 +50,13 @@ def check_frame(
     seen: list[tuple[Tensor, Any, Tensor | None]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
         logits = _logits(model, _given(ids, layers))[0]
-        hidden = frame.enter(ids[0], positions)
+        embedded = frame.enter(ids[0], positions)
+        hidden = frame.split(embedded)
         frame_logits = frame.leave(hidden)
-        inputs = frame.layer_inputs(ids[0], hidden)
+        inputs = frame.layer_inputs(ids[0], embedded)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
-    agree("the first layer's input", seen[0][0][0], hidden)
+    first = seen[0][0]
+    agree("the first layer's input", first[0] if first.dim() == 3 else first[:, 0].transpose(0, 1), hidden)
     agree("the logits", logits, frame_logits)
     for index, (found, (_, passed, own)) in enumerate(zip(layers, seen, strict=True)):
         if own is not None:

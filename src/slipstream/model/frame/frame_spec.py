@@ -34,8 +34,11 @@ def frame_within(spec: FrameSpec, layers: str) -> FrameSpec | None:
         layers: Path of the module list of the layers in the larger model.
 
     Returns:
-        The frame with paths from the larger model; None where the paths have nothing in common.
+        The frame with paths from the larger model; None where the paths have nothing in common, or where
+        the frame describes the causal model alone.
     """
+    if spec.alone:
+        return None
     if layers.endswith(f".{spec.layers}"):
         prefix, base = layers.removesuffix(spec.layers), ""
     else:

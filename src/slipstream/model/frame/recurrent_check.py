@@ -34,7 +34,7 @@ def why_not_recurrent(layers: Sequence[Found]) -> str | None:
     checked: set[tuple[Recurrence, type]] = set()
     for found in layers:
         family, spec = found.family, found.spec
-        if family is not None and spec is not None and spec.course is not None:
+        if family is not None and spec is not None and spec.course is not None and spec.streams is None:
             return f"{found.name} runs its family's own code: {spec.course}"
         if family is None or spec is None or spec.mixer is None:
             continue

@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.model.block.block import Block, Mix, RopeTable
 from slipstream.model.block.gate import Turning
 from slipstream.model.block.latent_attention import attend_paged
+from slipstream.model.block.streams import run_streams
 from slipstream.ops.kv_cache import CachePart, Caches, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
@@ -31,14 +32,14 @@ def run_stack(
 
     Args:
         blocks: The layers in order.
-        x: `(T, C)`.
+        x: `(T, C)`, or `(T, S, C)` if the layers have several streams.
         step: Lengths, slots and block table.
         caches: What each layer keeps, of a layer that borrows that of the lending one; updated in place.
         tables: From `Frame.angles`.
         inputs: `(T, layers, P)` from `Frame.layer_inputs`, if the layers have inputs of their own.
 
     Returns:
-        `(T, C)`, the output of the last layer.
+        The output of the last layer, in the shape of `x`.
     """
     for index, (block, kept) in enumerate(zip(blocks, caches, strict=True)):
 
@@ -65,6 +66,9 @@ def run_stack(
         mix = None if block.spec.recurrence is None else _recurrent(block, step, kept.states)
         table = None if block.spec.rope is None else tables[block.spec.rope]
         own = None if inputs is None or not block.spec.inputs else inputs[:, index]
+        if block.spec.streams is not None and own is not None:
+            x = run_streams(block, x, table, Turning(attend), own)
+            continue
         x = block(x, table, Turning(attend), mix=mix, positions=step.positions, inputs=own)
     return x
 

@@ -149,6 +149,16 @@ struct Inputs {
     Norm norm;
 };
 
+// Several streams of states per token, of which one runs through the block; the Python docstring of `Streams`
+// has the formulas. Only in blocks with `inputs`, and in all blocks of a call or none.
+struct Streams {
+    int64_t count, active, rank;     // S, from 2 to 8; a; R
+    Norm router_norm, narrow_norm; // of the routers' input, and of the narrow branch
+    Matrix router, predict, correct; // `(S, C)`, `(S * S, S)`, `(S, S)`, dense in rows
+    Matrix narrow_in, narrow_out; // of the narrow branch: `(R, C)` and `(C, R)`
+    Scale scale;                     // of what the branch of the block's own input reads, or none
+};
+
 // The branches of a block: both, or only its attention (or recurrence), or only its feed-forward. What
 // belongs to the other one is then not read; with one branch, neither `post`, nor `parallel`, nor `across`.
 enum Branches : int32_t { kBothBranches = 0, kOnlyAttention = 1, kOnlyFeed = 2, kBranches = 3 };
@@ -176,6 +186,10 @@ struct Block {
     // Where keys and values come from (`KeysValues`); other than kOwnValues only with caches.
     int32_t keys_values;
     int32_t beside; // 1: the recurrence is beside attention, not in its place
+    // sparse 1: of the gate's values (all, if not `gated`), what exceeds their mean by `cutoff` of their
+    // standard deviations goes to the activation, less this bound, and zeros for the rest; without `moe`
+    float cutoff;
+    int32_t sparse;
     Mask mask;
     Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
     Scale layer_scale;           // one number, `(1,)`, of the block's output
@@ -194,6 +208,7 @@ struct Block {
     const Recurrence* recurrence;
     const Multipliers* multipliers; // or null; without `post`, `parallel`, `residual_from_norm`, `moe`
     const Inputs* inputs;           // or null; only with both branches, in sequence and not `post`
+    const Streams* streams;         // or null
 };
 
 } // namespace slipstream

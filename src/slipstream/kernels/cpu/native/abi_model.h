@@ -23,6 +23,11 @@ struct Frame {
     // `(L * P, C)`, whose outputs `inputs_norm` normalizes in pieces of P. Both or neither; the embedding
     // that is projected is the first block's input.
     Matrix inputs_embed, inputs_project;
+    int64_t inputs_rows; // tokens with this id or a higher one read row 0 of inputs_embed; 0: none do
+    // With blocks of S streams: S - 1 matrices `(C, C)` that make them of an embedding, and as many that
+    // project them back; see the Python docstring of `FrameStreams`
+    const Matrix *split, *join;
+    int64_t others; // S - 1, or 0
 };
 
 // Number of words in the state of a Mersenne Twister.

@@ -49,6 +49,7 @@ Status block(const Block& b, const StackCall& call) {
         return kUnsupported;
     if (b.inputs)
         status = first_of(status, inputs(*b.inputs, b, call));
+    status = first_of(status, first_of(streams(b, call), sparse(b, call)));
     for (const Scale* scale : {&b.attn_scale, &b.mlp_scale, &b.layer_scale})
         status = first_of(status, optional(scale->weight, scale->dtype));
     if (b.across)
@@ -154,7 +155,7 @@ Status around(const ModelCall& call) {
     if (!is_size(call.rows) || !fits(call.rows, hidden) || !(f.softcap >= 0.0f))
         return kShape;
     Status status = embeds(call, f);
-    status = status == kOk ? makes_inputs(call, f) : status;
+    status = status == kOk ? first_of(makes_inputs(call, f), splits(call, f)) : status;
     status = first_of(status, some_matrix(f.project_in, hidden, f.embed.inputs));
     status = first_of(status, some_matrix(f.project_out, f.project_out.outputs, hidden));
     status = first_of(

@@ -82,10 +82,69 @@ Status makes_inputs(const ModelCall& call, const Frame& f) {
     Status status = embedding(f.inputs_embed, all);
     status = first_of(status, exact_matrix(f.inputs_project, all, call.stack.blocks[0].hidden));
     status = first_of(status, norm(f.inputs_norm, width, width));
-    for (int64_t t = 0; status == kOk && t < call.stack.step.tokens; ++t)
+    if (status != kOk || f.inputs_rows)
+        return first_of(status, f.inputs_rows >= 0 && f.inputs_rows <= f.inputs_embed.outputs ? kOk : kShape);
+    for (int64_t t = 0; t < call.stack.step.tokens; ++t)
         if (call.token_ids[t] >= f.inputs_embed.outputs)
             return kRange;
-    return status == kOk && f.num_placeholders && f.stand_in >= f.inputs_embed.outputs ? kRange : status;
+    return f.num_placeholders && f.stand_in >= f.inputs_embed.outputs ? kRange : kOk;
+}
+
+// A dense matrix of which single rows are read.
+Status dense_rows(const Matrix& m, int64_t outputs, int64_t inputs) {
+    const Status status = exact_matrix(m, outputs, inputs);
+    return status == kOk && m.format != kPlain ? kUnsupported : first_of(status, embedding(m, inputs));
+}
+
+// The streams of a block: as many in all blocks of a call.
+Status streams(const Block& b, const StackCall& call) {
+    constexpr int64_t kMostStreams = 8;
+    const Streams* first = call.blocks[0].streams;
+    if (!b.streams || !first)
+        return b.streams || first ? kUnsupported : kOk;
+    const Streams& s = *b.streams;
+    if (!b.inputs || b.recurrence || b.across || b.multipliers || b.residual_from_norm || b.layer_scale.weight)
+        return kUnsupported;
+    if (s.count < 2 || s.count > kMostStreams || s.count != first->count || s.active < 0 ||
+        s.active >= s.count || !is_size(s.rank))
+        return kShape;
+    if (!fits(call.step.tokens, s.count * b.hidden) || !fits(call.step.tokens, s.rank))
+        return kShape;
+    Status status = dense_rows(s.router, s.count, b.hidden);
+    status = first_of(status, dense_rows(s.predict, s.count * s.count, s.count));
+    status = first_of(status, dense_rows(s.correct, s.count, s.count));
+    status = first_of(status, first_of(matrix(s.narrow_in, s.rank, b.hidden), matrix(s.narrow_out, b.hidden, s.rank)));
+    status = first_of(status, norm(s.router_norm, b.hidden, b.hidden));
+    status = first_of(status, norm(s.narrow_norm, b.hidden, b.hidden));
+    return first_of(status, optional(s.scale.weight, s.scale.dtype));
+}
+
+// A feed-forward with a sparse gate.
+Status sparse(const Block& b, const StackCall& call) {
+    if (!b.sparse)
+        return kOk;
+    if (b.sparse != 1 || b.moe || b.parallel || b.activation == kSwigluOai || !(b.cutoff - b.cutoff == 0.0f))
+        return kUnsupported;
+    return fits(call.step.tokens, b.gated ? 2 * b.ffn : b.ffn) ? kOk : kShape;
+}
+
+// What makes streams of embeddings, and states of streams.
+Status splits(const ModelCall& call, const Frame& f) {
+    const Streams* s = call.stack.blocks[0].streams;
+    const int64_t hidden = call.stack.blocks[0].hidden;
+    if (f.others != (s ? s->count - 1 : 0))
+        return kShape;
+    if (!s)
+        return kOk;
+    if (!f.split || !f.join)
+        return kNull;
+    if (call.entered && call.num_entered > 1)
+        return kUnsupported;
+    Status status = fits(call.rows, s->count * hidden) ? kOk : kShape;
+    for (int64_t i = 0; i < f.others; ++i)
+        status = first_of(status, first_of(exact_matrix(f.split[i], hidden, hidden),
+                                           exact_matrix(f.join[i], hidden, hidden)));
+    return status;
 }
 
 } // namespace

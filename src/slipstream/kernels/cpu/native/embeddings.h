@@ -54,10 +54,11 @@ public:
         });
         project(products_, {rows_, rounds ? rounded_ : nullptr, hidden_, tokens_}, m, inputs_, team, rank);
         float* own = looked_up_ + rank * all_;
+        const auto row = [&](int64_t id) { return frame.inputs_rows && id >= frame.inputs_rows ? 0 : id; };
         const Vec both = Vec::set(frame.inputs_scale);
         each_one(team, tokens_, [&](int64_t t) {
             float* out = inputs_ + t * all_;
-            look_up(frame.inputs_embed, token(t), frame.inputs_embed_scale, own);
+            look_up(frame.inputs_embed, row(token(t)), frame.inputs_embed_scale, own);
             multiply_row(out, all_, frame.inputs_project_scale);
             for (int64_t j = 0; j < all_; j += width_)
                 norm_row(out + j, out + j, width_, frame.inputs_norm);

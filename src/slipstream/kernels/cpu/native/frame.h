@@ -21,6 +21,8 @@ public:
         embedded_.take(scratch, frame_.project_in, in ? tokens : 0, threads);
         entering_ = scratch.part<float>(in ? tokens * hidden_ : 0);
         inputs_.take(scratch, frame_, call.stack.num_blocks, tokens, threads);
+        split_.take(scratch, frame_, tokens, rows, threads);
+        width_ = hidden_ * split_.count();
         layers_.places = positions_;
         layers_.inputs = inputs_.inputs();
         layers_.inputs_stride = inputs_.stride();
@@ -52,6 +54,8 @@ public:
                 project_in(team, rank);
             if (inputs_.any())
                 inputs_.run(frame_, [&](int64_t t) { return token(t); }, team, rank);
+            if (split_.any())
+                split_.split(frame_, inputs_.row(0), team, rank);
             if (!stack_.run(
                     team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {},
                     [&] { tell(step - 1); }))
@@ -135,13 +139,15 @@ private:
         return rest_->run(
             team, rank,
             [&](int64_t r, float* row) {
-                std::memcpy(row, left_by_all(r), static_cast<size_t>(hidden_) * sizeof(float));
+                std::memcpy(row, left_by_all(r), static_cast<size_t>(width_) * sizeof(float));
             },
             [](int64_t, const float*) {}, [] {});
     }
 
     // What the layers of all tokens make of a row's token.
-    const float* left_by_all(int64_t r) const { return stack_.left() + call_.logit_rows[r] * hidden_; }
+    const float* left_by_all(int64_t r) const { return stack_.left() + call_.logit_rows[r] * width_; }
+    // What all layers make of it.
+    const float* left(int64_t r) const { return rest_ ? rest_->left() + r * width_ : left_by_all(r); }
 
     void begin() const {
         for (int64_t t = 0; t < call_.rows; ++t) {
@@ -202,6 +208,8 @@ private:
     }
 
     void enter(int64_t t, float* row) const {
+        if (split_.any())
+            return split_.enter(t, inputs_.row(t), row);
         const float* ready = frame_.project_in.outputs ? entering_ + t * hidden_
                              : inputs_.any()           ? inputs_.row(t)
                                                        : nullptr;
@@ -225,9 +233,12 @@ private:
     }
 
     void leave(Team& team, int rank, int64_t step) {
+        if (split_.any())
+            split_.join(frame_, [&](int64_t r) { return left(r); }, team, rank);
         each_one(team, call_.rows, [&](int64_t r) {
-            const float* left = rest_ ? rest_->left() + r * hidden_ : left_by_all(r);
-            norm_row(left, normed_.row(r), hidden_, frame_.final_norm);
+            if (split_.any())
+                split_.leave(r, left(r), normed_.row(r));
+            norm_row(split_.any() ? normed_.row(r) : left(r), normed_.row(r), hidden_, frame_.final_norm);
             normed_.filled(r);
         });
         const bool out = frame_.project_out.outputs > 0;
@@ -346,6 +357,8 @@ private:
     bool stops_ = false; // the callback has requested the end; set by the first thread only
     Input embedded_, normed_, projected_;
     InputsOfBlocks inputs_;
+    SplitStreams split_;
+    int64_t width_; // of a token's state: of all its streams
     float *entering_, *own_;
     float* logits_ = nullptr; // of all rows, if complete logits are needed
     std::optional<Draws> draws_;

@@ -50,6 +50,20 @@ struct Layers {
     }
 };
 
+// Whether the rows that enter a block are rounded to bfloat16 in place.
+inline bool rounds_entry(const Block& b, int64_t tokens) {
+    if (b.recurrence && Recurrent::rounds_entry(*b.recurrence, tokens))
+        return true;
+    if (!attends(b))
+        return false;
+    if (b.streams && rounds_rows(b.streams->narrow_in, tokens))
+        return true;
+    if (!b.latent)
+        return rounds_rows(b.qkv, tokens);
+    const Latent& l = *b.latent;
+    return rounds_rows(l.down, tokens) || rounds_rows(l.query_down.outputs ? l.query_down : b.qkv, tokens);
+}
+
 inline Layers all_layers(const StackCall& call) {
     return {0, call.num_blocks, false, false};
 }

@@ -58,7 +58,7 @@ private:
     static bool writes(const Block& b) { return mixes(b) && b.keys_values != kBorrowed; }
 
     static bool separable(const Block& b) {
-        return b.branches == kBothBranches && !b.post && !b.parallel && !b.across;
+        return b.branches == kBothBranches && !b.post && !b.parallel && !b.across && !b.streams;
     }
 
     // Makes the step of the rows; returns false unless each row is the last token of a sequence of its own.

@@ -116,7 +116,7 @@ inline int64_t stack_bytes(const StackCall& call, int threads) {
 template <class Read>
 inline bool run_parts(const StackCall& call, char* base, Team& team, int rank, Read read) {
     const PartsScratch scratch(call, base, team.size());
-    const int64_t hidden = call.blocks[0].hidden;
+    const int64_t hidden = call.blocks[0].hidden * streams_of(call);
     StackCall part;
     Parts parts(call, scratch.starts + scratch.num_starts * rank, scratch.apart ? team.size() : 1);
     const auto run = [&](Team& together, int place, char* room) {
@@ -146,7 +146,7 @@ inline bool run_parts(const StackCall& call, char* base, Team& team, int rank, R
 }
 
 inline void stack(const StackCall& call, char* base, Team& team, int rank) {
-    const int64_t hidden = call.blocks[0].hidden;
+    const int64_t hidden = call.blocks[0].hidden * streams_of(call);
     run_parts(call, base, team, rank,
               [&](int64_t t, float* row) { read_row(call.x, call.dtype, t * hidden, row, hidden); });
 }

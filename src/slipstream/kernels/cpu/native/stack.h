@@ -10,14 +10,14 @@ public:
     Stack(const StackCall& call, char* base, int threads) : Stack(call, all_layers(call), base, threads) {}
 
     Stack(const StackCall& call, const Layers& layers, char* base, int threads)
-        : call_(call), layers_(layers), tokens_(call.step.tokens) {
+        : call_(call), layers_(layers), next_(call_, layers_), tokens_(call.step.tokens) {
         int64_t hidden = 0, inner = 0, joined = 0, rounded = 0;
         for (int64_t i = layers.first; i < layers.end; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             if (feeds(b)) {
                 inner = most(inner, feed_of(b).width);
-                rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
+                rounded = most(rounded, b.sparse || packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
             }
             joined = most(joined, joined_of(b));
             if (layers.replans(call, i))
@@ -35,7 +35,8 @@ public:
         fed_ = scratch.part<float>(tokens_ * hidden);
         joined_ = scratch.part<float>(tokens_ * joined);
         const int64_t few = tokens_ < kManyRows ? tokens_ : 0;
-        const int64_t widest = most(most(hidden, joined), InputBranch::widest(call));
+        const int64_t beside = most(InputBranch::widest(call), StreamRows::widest(call));
+        const int64_t widest = most(most(hidden, joined), beside);
         products_.take(
             scratch, {tokens_, most(widest, rounded), few, most(widest, inner), few * kMostColumns}, threads);
         if (tokens_ >= kFewestInPanels)
@@ -49,23 +50,26 @@ public:
         latent_.take(scratch, call, threads);
         recurrent_.take(scratch, call, threads);
         experts_.take(scratch, MostOfExperts(call), tokens_, threads);
-        inputs_.take(scratch, call, Vec::kBf16Dot && tokens_ < kManyRows);
+        const bool rounds = Vec::kBf16Dot && tokens_ < kManyRows;
+        inputs_.take(scratch, call, rounds);
+        streams_.take(scratch, call, rounds);
+        sparse_.take(scratch, call, rounds);
         bytes_ = scratch.used();
     }
 
     int64_t bytes() const { return bytes_; }
 
-    // The output of the last block, `(T, C)`.
-    const float* left() const { return x_; }
+    // The output of the last block, `(T, C)`, or `(T, S, C)` with streams.
+    const float* left() const { return streams_.any() ? streams_.row(0) : x_; }
 
     // `read(t, row)` writes the input of the first block; `write(t, row)` receives the output of the last
-    // one. The first thread calls `meanwhile()` in the first block before the feed-forward, where the other
-    // threads have the most to do. Returns false if the matrices of a block could not be made available.
+    // one, both of all streams. The first thread calls `meanwhile()` in the first block before the
+    // feed-forward, where the other threads have the most to do. Returns false if the matrices of a block
+    // could not be made available.
     template <class Read, class Write, class Meanwhile>
     bool run(Team& team, int rank, Read read, Write write, Meanwhile meanwhile) {
-        const int64_t hidden = call_.blocks[layers_.first].hidden;
         each_one(team, tokens_, [&](int64_t t) {
-            read(t, x_ + t * hidden);
+            read(t, state(t));
             enter(layers_.first, t);
         });
         for (int64_t i = layers_.first; i < layers_.end; ++i) {
@@ -99,7 +103,7 @@ public:
                 if (i + 1 < layers_.end)
                     enter(i + 1, t);
                 else
-                    write(t, x_ + t * b.hidden);
+                    write(t, state(t));
             });
             if (!splits && !turn(team, rank, i))
                 return false;
@@ -108,6 +112,16 @@ public:
     }
 
 private:
+    // The residual stream of a token, or all of its streams.
+    float* state(int64_t t) const {
+        return streams_.any() ? streams_.row(t) : x_ + t * call_.blocks[layers_.first].hidden;
+    }
+
+    // The normed rows, as a matrix reads them.
+    Rows normed(const Block& b, const Matrix& m) const {
+        return {normed_, rounds_rows(m, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
+    }
+
     bool turn(Team& team, int rank, int64_t block) const {
         if (!call_.turn)
             return true;
@@ -121,19 +135,6 @@ private:
 
     Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
-    // Whether the rows that enter a block are rounded to bfloat16 in place.
-    bool rounds_entry(const Block& b) const {
-        if (b.recurrence && Recurrent::rounds_entry(*b.recurrence, tokens_))
-            return true;
-        if (!attends(b))
-            return false;
-        if (!b.latent)
-            return rounds_rows(b.qkv, tokens_);
-        const Latent& l = *b.latent;
-        return rounds_rows(l.down, tokens_) ||
-               rounds_rows(l.query_down.outputs ? l.query_down : b.qkv, tokens_);
-    }
-
     // Computes the input of the attention and, for parallel branches with their own norm, of the
     // feed-forward.
     void enter(int64_t layer, int64_t t) {
@@ -141,13 +142,15 @@ private:
         if (!layers_.mixes(call_, layer))
             return to_feed(b, t);
         const int64_t at = t * b.hidden;
+        if (b.streams)
+            streams_.predict(b, t, x_ + at);
         if (b.post)
             std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
         else
             norm_row(x_ + at, normed_ + at, b.hidden, b.attn_norm);
         if (b.multipliers)
             multiply_row(normed_ + at, b.hidden, b.multipliers->attention_in);
-        if (rounds_entry(b))
+        if (rounds_entry(b, tokens_))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
         if (b.parallel && b.mlp_norm.kind != kNoNorm)
             norm_row(x_ + at, entry_ + at, b.hidden, b.mlp_norm);
@@ -158,6 +161,9 @@ private:
             make_plan(spans(b), heads_of(call_, b), team, room_);
         if (attends(b))
             attend_to(b, layer, team, rank);
+        if (b.streams)
+            streams_.run(b, normed(b, b.streams->narrow_in), products_, team, rank, next_.of(b.streams->narrow_out, team),
+                         next_.feed(layer, team));
         if (b.recurrence)
             remember(b, layer, team, rank);
     }
@@ -167,13 +173,13 @@ private:
         if (b.latent)
             latent_.run(call_, layer, normed_, rounded_, joined_, rounded, room_, team, rank);
         else
-            heads_.run(call_, layer,
-                       {normed_, rounds_rows(b.qkv, tokens_) ? rounded_ : nullptr, b.hidden, tokens_},
-                       joined_, rounded, products_, room_, team, rank, follows(b.attn_out, team));
+            heads_.run(call_, layer, normed(b, b.qkv), joined_, rounded, products_, room_, team, rank,
+                       next_.of(b.attn_out, team));
         project(products_, {joined_, rounded, b.attn_out.inputs, tokens_}, b.attn_out, attended_, team, rank,
-                b.recurrence ? follows(b.recurrence->projections[0], team)
-                : b.across   ? follows(b.across->q, team)
-                             : feed_follows(layer, team));
+                b.recurrence ? next_.of(b.recurrence->projections[0], team)
+                : b.across   ? next_.of(b.across->q, team)
+                : b.streams  ? next_.of(b.streams->narrow_in, team)
+                             : next_.feed(layer, team));
     }
 
     // Runs the mixer: to `attended_` in place of attention, or beside it to `entry_`, which only parallel
@@ -182,34 +188,9 @@ private:
         const Matrix& out = b.recurrence->out;
         Bf16* rounded = rounds_rows(out, tokens_) ? rounded_joined_ : nullptr;
         recurrent_.run(call_, layer, normed_, rounded_, joined_, rounded, products_, team, rank,
-                       follows(out, team));
+                       next_.of(out, team));
         project(products_, {joined_, rounded, out.inputs, tokens_}, out, b.beside ? entry_ : attended_, team,
-                rank, feed_follows(layer, team));
-    }
-
-    // The panels to prefetch after a product: of the next matrix, or of the next feed-forward's first one.
-    Following follows(const Matrix& m, const Team& team) const {
-        return following(m, m.outputs, 0, tokens_, team.size());
-    }
-    Following enters(int64_t layer, const Team& team) const {
-        const Block& b = call_.blocks[layer];
-        if (!layers_.mixes(call_, layer))
-            return feed_follows(layer, team);
-        if (!attends(b))
-            return follows(b.recurrence->projections[0], team);
-        return follows(b.latent && b.latent->query_down.outputs ? b.latent->query_down : b.qkv, team);
-    }
-    // Streamed matrices (`turn`) have no address until they are loaded, so they cannot be prefetched.
-    Following next(int64_t layer, const Team& team) const {
-        return call_.turn || layer + 1 == layers_.end ? Following() : enters(layer + 1, team);
-    }
-    Following feed_follows(int64_t layer, const Team& team) const {
-        if (!layers_.feeds(call_, layer))
-            return {};
-        const FeedForward feed = feed_of(call_.blocks[layer]);
-        if (!feed.width || !feeds_many(feed, tokens_))
-            return {};
-        return following(feed.first, feed.width, feed.gated ? feed.width : 0, tokens_, team.size());
+                rank, next_.feed(layer, team));
     }
 
     // Cross-attention to the states of an encoder.
@@ -218,9 +199,8 @@ private:
         const int64_t joined = b.heads * b.head_dim;
         if (rank == 0 && layers_.replans_across(call_, layer))
             make_plan(spans_across(call_.step, c), heads_of(call_, b), team, across_room_);
-        const Rows rows = {normed_, rounds_rows(c.q, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
         float* queries = heads_.projected();
-        project(products_, rows, c.q, queries, team, rank, follows(c.out, team));
+        project(products_, normed(b, c.q), c.q, queries, team, rank, next_.of(c.out, team));
         Bf16* rounded = rounds_rows(c.out, tokens_) ? rounded_joined_ : nullptr;
         Attention a = to_states(heads_of(call_, b), c);
         a.q = {queries, kFloat32, 0, joined, b.head_dim};
@@ -229,7 +209,7 @@ private:
         a.pairs = multiplies_pairs(call_.dtype, c.dtype);
         attend(a, team, rank, across_room_);
         const Rows out = {joined_, rounded, joined, tokens_};
-        project(products_, out, c.out, attended_, team, rank, feed_follows(layer, team));
+        project(products_, out, c.out, attended_, team, rank, next_.feed(layer, team));
     }
 
     // Adds the attention's output to the residual stream and prepares the next branch's input.
@@ -244,6 +224,8 @@ private:
             norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at, b.attn_scale);
         }
+        if (b.streams)
+            streams_.join(b, t, normed_ + at, x_ + at);
         if (!layers_.feeds(call_, layer))
             return;
         if (!b.across)
@@ -281,7 +263,8 @@ private:
         if (b.multipliers)
             multiply_row(normed_ + at, b.hidden, b.multipliers->feed_in);
         const FeedForward feed = feed_of(b);
-        if (feed.width && !feeds_many(feed, tokens_) && rounds(feed.first, tokens_))
+        const bool whole = b.sparse ? !many(tokens_, feed.first) : !feeds_many(feed, tokens_);
+        if (feed.width && whole && rounds(feed.first, tokens_))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
@@ -289,8 +272,12 @@ private:
         const FeedForward feed = feed_of(b);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         const float* x = apart ? entry_ : normed_;
+        const Following next = b.inputs ? next_.of(b.inputs->gate, team) : next_.layer(layer, team);
+        if (b.sparse)
+            return sparse_.run(b, normed(b, b.mlp_in), fed_, products_, team, rank, next_.of(b.mlp_out, team),
+                               next);
         if (feed.width)
-            feed_all(b, feed, x, team, rank, b.inputs ? follows(b.inputs->gate, team) : next(layer, team));
+            feed_all(b, feed, x, team, rank, next);
         if (b.moe && b.moe->beside)
             hear_beside(b, team, rank);
         else if (b.moe)
@@ -325,7 +312,7 @@ private:
         }
         const bool rounded = rounds(feed.first, tokens_);
         // Rows that parallel branches share are rounded already if qkv reads them that way.
-        if (rounded && b.parallel && (x == entry_ || !rounds_entry(b)))
+        if (rounded && b.parallel && (x == entry_ || !rounds_entry(b, tokens_)))
             each_one(team, tokens_,
                      [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
@@ -357,16 +344,20 @@ private:
         const bool rounds = rounds_rows(b.inputs->gate, tokens_);
         each_one(team, tokens_, [&](int64_t t) {
             leave(b, t);
+            if (b.streams)
+                streams_.correct(b, t, x_ + t * b.hidden, fed_ + t * b.hidden);
             if (rounds)
                 copy_row(x_ + t * b.hidden, rounded_ + t * b.hidden, b.hidden);
         });
         inputs_.run(call_, layer, {x_, rounds ? rounded_ : nullptr, b.hidden, tokens_}, fed_, products_, team,
-                    rank, follows(b.inputs->out, team), next(layer, team));
+                    rank, next_.of(b.inputs->out, team), next_.layer(layer, team));
     }
 
     void take_in(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         norm_row(fed_ + at, fed_ + at, b.hidden, b.inputs->norm);
+        if (b.streams)
+            return streams_.add(t, fed_ + at);
         add_row(x_ + at, x_ + at, fed_ + at, b.hidden, 1.0f, Scale{});
     }
 
@@ -377,6 +368,7 @@ private:
 
     const StackCall& call_;
     const Layers layers_;
+    const NextPanels next_;
     const int64_t tokens_;
     AttentionRoom room_, across_room_;
     float *x_, *normed_, *entry_, *attended_, *fed_, *joined_;
@@ -389,6 +381,8 @@ private:
     Recurrent recurrent_;
     Experts experts_;
     InputBranch inputs_;
+    StreamRows streams_;
+    SparseFeed sparse_;
     int64_t bytes_;
 };
 

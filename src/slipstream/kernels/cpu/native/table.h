@@ -73,7 +73,9 @@
 #include "latent.h"
 #include "heads.h"
 #include "recurrence.h"
+#include "streams.h"
 #include "layers.h"
+#include "next_panels.h"
 #include "stack.h"
 #include "sequences.h"
 #include "text.h"
@@ -85,6 +87,7 @@
 #include "top_k_top_p.h"
 #include "sampling.h"
 #include "embeddings.h"
+#include "split_streams.h"
 #include "narrow.h"
 #include "frame.h"
 // clang-format on
