@@ -172,6 +172,25 @@ _DECODERS = {
         num_kv_shared_layers=6,
         use_double_wide_mlp=True,
     ),
+    # Four streams of states, a narrow branch, sparse gates in the first layers.
+    "gemma3n": Subject(
+        "decoder",
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        _llama(
+            768,
+            3072,
+            12,
+            (8, 2),
+            head_dim=128,
+            sliding_window=512,
+            layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 3,
+            hidden_size_per_layer_input=128,
+            vocab_size_per_layer_input=32000,
+            num_kv_shared_layers=6,
+            activation_sparsity_pattern=[0.95] * 4 + [0.0] * 8,
+        ),
+    ),
     "granite": _decoder("Granite", _llama(768, 2048, 12, (12, 4))),
     "olmo2": _decoder("Olmo2", _llama(768, 2048, 12, (12, 12))),
     # Mixtures of experts.

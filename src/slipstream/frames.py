@@ -85,7 +85,8 @@ class FrameSpec:
         logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
         inputs: What is computed from tokens for the layers' third branch, if they have one.
         streams: How a token gets several streams of states, and one state again, if the layers have such.
-        alone: The frame describes the causal model only: a larger model embeds some tokens in other ways.
+        embedders: Modules of a larger model that embed `vocab_size` tokens from `vocab_offset` on, by paths
+            from that model; no token before the first of these is theirs. The causal model has none.
         placeholder_fields: Fields in the config of a larger model that have ids of tokens which mark places
             for images or sound, and which that model embeds as `stand_in` where nothing takes their place.
         placeholders: These ids, once the larger model is known.
@@ -116,7 +117,7 @@ class FrameSpec:
     logit_softcap: float | None = None
     inputs: LayerInputs | None = None
     streams: FrameStreams | None = None
-    alone: bool = False
+    embedders: tuple[str, ...] = ()
     placeholder_fields: tuple[str, ...] = ()
     placeholders: tuple[int, ...] = ()
     stand_in: int = 0

@@ -47,7 +47,7 @@ def two_of(variant: tuple[Family, Tiny], **options: Any) -> Pair:
     return Pair(original, inject(original))
 
 
-SHARING = [v for v in VARIANTS if v[0].name in ("gemma4_text", "gemma4_unified_text")]
+SHARING = [v for v in VARIANTS if v[0].name in ("gemma3n_text", "gemma4_text", "gemma4_unified_text")]
 UNTIED = {"tie_word_embeddings": False}
 """With tied embeddings these models repeat the last token, whatever their layers add."""
 

@@ -128,7 +128,7 @@ def _spec(
     spec = family.frame(model_config if whole else text_config(model, fused[0].root))
     if spec is None:
         return None, f"{family.name} does not support the embedding, norm or head of this configuration"
-    return (spec, "") if whole else _within(model, spec, fused)
+    return (replace(spec, embedders=()), "") if whole else _within(model, spec, fused)
 
 
 def text_config(model: nn.Module, root: str) -> Any:

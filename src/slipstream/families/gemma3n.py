@@ -80,7 +80,7 @@ def _frame(config: Config) -> FrameSpec:
             enter=tuple(f"model.altup_projections.{i}" for i in others),
             leave=tuple(f"model.altup_unembed_projections.{i}" for i in others),
         ),
-        alone=True,
+        embedders=("model.embed_vision", "model.embed_audio"),
     )
 
 

@@ -48,7 +48,7 @@ class Frame(ctypes.Structure):
         *each(Matrix, "embed project_in project_out head inputs_embed inputs_project"),
         ("inputs_rows", c_int64),
         *each(c_void_p, "split join"),
-        ("others", c_int64),
+        *each(c_int64, "others embed_end"),
     ]
 
 

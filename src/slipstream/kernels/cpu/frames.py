@@ -34,6 +34,8 @@ class FrameLike(AngleSource, Protocol):
     @property
     def embed_factor(self) -> float: ...  # noqa: D102
     @property
+    def embeds_below(self) -> int | None: ...  # noqa: D102
+    @property
     def inputs_factor(self) -> float: ...  # noqa: D102
     @property
     def pos_table(self) -> Tensor | None: ...  # noqa: D102
@@ -108,6 +110,7 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
         memory.append((abi.Matrix * len(several))(*(kept_matrix(weight, memory) for weight in several)))
         setattr(struct, name, ctypes.addressof(memory[-1]))
         struct.others = len(several)
+    struct.embed_end = frame.embeds_below or 0
     if (inputs := spec.inputs) is not None:
         struct.inputs_rows = inputs.rows or 0
         struct.inputs_embed_scale = frame.inputs_factor

@@ -284,6 +284,8 @@ class NativeSession:
         """Point the call to a step and its rotary tables; return whether the library can run it."""
         if not 0 < step.token_ids.shape[0] <= self._stack.most_tokens or not self._point(step):
             return False
+        if self._struct.embed_end and int(step.token_ids.max()) >= self._struct.embed_end:
+            return False
         return self._turn(step, more)
 
     def _point(self, step: Step) -> bool:

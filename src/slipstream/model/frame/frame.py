@@ -68,6 +68,7 @@ class Frame:
         self.inputs_embed = None if inputs is None else part(inputs.embed)
         self.inputs_project = None if inputs is None else part(inputs.project)
         self.inputs_norm = None if inputs is None else part(inputs.norm)
+        self._embedders = [part(path) for path in spec.embedders]
         streams = spec.streams
         self._splits = [] if streams is None else [part(path) for path in streams.enter]
         self._joins = [] if streams is None else [part(path) for path in streams.leave]
@@ -132,12 +133,19 @@ class Frame:
         x = weight_of(self.embed).rows(self._embedded_as(token_ids))
         if spec.embed_scale != 1.0:
             x = x * self.embed_factor
+        for embedder in self._embedders:
+            x = _embedded_by(embedder, token_ids, x)
         if self.project_in is not None:
             x = self._linear(self.project_in, x)
         if spec.pos_after_norm and self.embed_norm is not None:
             return self._at_places(self._norm(self.embed_norm, x), token_ids, positions)
         x = self._at_places(x, token_ids, positions)
         return x if self.embed_norm is None else self._norm(self.embed_norm, x)
+
+    @property
+    def embeds_below(self) -> int | None:
+        """The first token that another module than `embed` embeds; None where there is none."""
+        return min((embedder.vocab_offset for embedder in self._embedders), default=None)
 
     def _embedded_as(self, token_ids: Tensor) -> Tensor:
         """Replace placeholders by the token as which they are embedded."""
@@ -275,6 +283,14 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
 def _own_forward(model: nn.Module, path: str) -> Any:
     """Return the `forward` set on an object itself, as accelerate does, or None."""
     return vars(model.get_submodule(path)).get("forward")
+
+
+def _embedded_by(embedder: Any, token_ids: Tensor, x: Tensor) -> Tensor:
+    """Replace the rows of `x`, `(T, C)`, of the tokens that an embedder has."""
+    end = embedder.vocab_offset + embedder.vocab_size
+    own = (token_ids >= embedder.vocab_offset) & (token_ids < end)
+    rows: Tensor = embedder(input_ids=token_ids.masked_fill(~own, end - 1))
+    return torch.where(own[:, None], rows.to(x.dtype), x)
 
 
 def _vector_of(module: Any) -> Vector:

@@ -34,11 +34,8 @@ def frame_within(spec: FrameSpec, layers: str) -> FrameSpec | None:
         layers: Path of the module list of the layers in the larger model.
 
     Returns:
-        The frame with paths from the larger model; None where the paths have nothing in common, or where
-        the frame describes the causal model alone.
+        The frame with paths from the larger model; None where the paths have nothing in common.
     """
-    if spec.alone:
-        return None
     if layers.endswith(f".{spec.layers}"):
         prefix, base = layers.removesuffix(spec.layers), ""
     else:
@@ -51,6 +48,11 @@ def frame_within(spec: FrameSpec, layers: str) -> FrameSpec | None:
         return prefix + name.removeprefix(base) if name is not None and name.startswith(base) else name
 
     paths: dict[str, Any] = {name: moved(getattr(spec, name)) for name in _PATHS}
+    if (streams := spec.streams) is not None:
+        both = ({"enter": streams.enter, "leave": streams.leave}).items()
+        paths["streams"] = dataclasses.replace(
+            streams, **{name: tuple(map(moved, several)) for name, several in both}
+        )
     paths["rotaries"] = tuple((kind, moved(path)) for kind, path in spec.rotaries)
     if (inputs := spec.inputs) is not None:
         own: dict[str, Any] = {name: moved(getattr(inputs, name)) for name in ("embed", "project", "norm")}

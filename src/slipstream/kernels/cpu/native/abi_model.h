@@ -28,6 +28,9 @@ struct Frame {
     // project them back; see the Python docstring of `FrameStreams`
     const Matrix *split, *join;
     int64_t others; // S - 1, or 0
+    // Tokens with this id or a higher one are refused, and end a call of several steps: they have no row in
+    // `embed`, whatever its size; 0: all rows are used
+    int64_t embed_end;
 };
 
 // Number of words in the state of a Mersenne Twister.

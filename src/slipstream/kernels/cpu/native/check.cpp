@@ -112,10 +112,12 @@ Status embeds(const ModelCall& call, const Frame& f) {
     if (f.pos_embed && (!is_size(f.pos_rows) || f.pos_offset < -kLargest || f.pos_offset > kLargest ||
                         f.pos_padding >= f.pos_rows))
         return kShape;
+    if (f.embed_end < 0 || f.embed_end > f.embed.outputs)
+        return kShape;
+    const int64_t embeds = f.embed_end ? f.embed_end : f.embed.outputs;
     for (int64_t t = 0; t < call.stack.step.tokens; ++t) {
         const int64_t position = call.positions[t], last = position + call.steps - 1 + f.pos_offset;
-        if (call.token_ids[t] < 0 || call.token_ids[t] >= f.embed.outputs || position < 0 ||
-            position >= kLargest)
+        if (call.token_ids[t] < 0 || call.token_ids[t] >= embeds || position < 0 || position >= kLargest)
             return kRange;
         if (f.pos_embed && (position + f.pos_offset < 0 || last >= f.pos_rows))
             return kRange;

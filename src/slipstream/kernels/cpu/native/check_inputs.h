@@ -103,7 +103,8 @@ Status streams(const Block& b, const StackCall& call) {
     if (!b.streams || !first)
         return b.streams || first ? kUnsupported : kOk;
     const Streams& s = *b.streams;
-    if (!b.inputs || b.recurrence || b.across || b.multipliers || b.residual_from_norm || b.layer_scale.weight)
+    if (!b.inputs || b.recurrence || b.across || b.multipliers || b.residual_from_norm ||
+        b.layer_scale.weight)
         return kUnsupported;
     if (s.count < 2 || s.count > kMostStreams || s.count != first->count || s.active < 0 ||
         s.active >= s.count || !is_size(s.rank))
@@ -113,7 +114,8 @@ Status streams(const Block& b, const StackCall& call) {
     Status status = dense_rows(s.router, s.count, b.hidden);
     status = first_of(status, dense_rows(s.predict, s.count * s.count, s.count));
     status = first_of(status, dense_rows(s.correct, s.count, s.count));
-    status = first_of(status, first_of(matrix(s.narrow_in, s.rank, b.hidden), matrix(s.narrow_out, b.hidden, s.rank)));
+    status = first_of(
+        status, first_of(matrix(s.narrow_in, s.rank, b.hidden), matrix(s.narrow_out, b.hidden, s.rank)));
     status = first_of(status, norm(s.router_norm, b.hidden, b.hidden));
     status = first_of(status, norm(s.narrow_norm, b.hidden, b.hidden));
     return first_of(status, optional(s.scale.weight, s.scale.dtype));

@@ -170,7 +170,8 @@ private:
         bool ended = stops_ || step + 1 == call_.steps;
         for (int64_t t = 0; t < call_.rows; ++t) {
             const int64_t token = call_.best[t * call_.steps + step], at = moving_.kv_lens[t];
-            ended = ended || token < 0 || token >= frame_.embed.outputs;
+            ended =
+                ended || token < 0 || token >= (frame_.embed_end ? frame_.embed_end : frame_.embed.outputs);
             for (int64_t i = 0; i < call_.num_ends; ++i)
                 ended = ended || call_.ends[i] == token;
             moving_.token_ids[t] = token;

@@ -44,9 +44,8 @@ public:
         for (int64_t i = 0; i < others_; ++i)
             rounds = rounds || rounds_rows(frame.split[i], tokens_);
         if (rounds)
-            each_one(team, tokens_, [&](int64_t t) {
-                copy_row(embedded + t * hidden_, rounded_ + t * hidden_, hidden_);
-            });
+            each_one(team, tokens_,
+                     [&](int64_t t) { copy_row(embedded + t * hidden_, rounded_ + t * hidden_, hidden_); });
         for (int64_t i = 0; i < others_; ++i)
             project(products_,
                     {embedded, rounds_rows(frame.split[i], tokens_) ? rounded_ : nullptr, hidden_, tokens_},
@@ -79,10 +78,10 @@ public:
         });
         for (int64_t i = 0; i < others_; ++i) {
             const int64_t at = i * rows_ * hidden_;
-            project(products_,
-                    {gathered_ + at, rounds_rows(frame.join[i], rows_) ? rounded_ + at : nullptr, hidden_,
-                     rows_},
-                    frame.join[i], projected_ + at, team, rank);
+            project(
+                products_,
+                {gathered_ + at, rounds_rows(frame.join[i], rows_) ? rounded_ + at : nullptr, hidden_, rows_},
+                frame.join[i], projected_ + at, team, rank);
         }
     }
 

@@ -70,12 +70,15 @@ public:
     bool run(Team& team, int rank, Read read, Write write, Meanwhile meanwhile) {
         each_one(team, tokens_, [&](int64_t t) {
             read(t, state(t));
-            enter(layers_.first, t);
+            if (!enters_late(layers_.first))
+                enter(layers_.first, t);
         });
         for (int64_t i = layers_.first; i < layers_.end; ++i) {
             const Block& b = call_.blocks[i];
             if (!(i == layers_.first && layers_.from_feed) && !turn(team, rank, i))
                 return false;
+            if (enters_late(i))
+                each_one(team, tokens_, [&](int64_t t) { enter(i, t); });
             if (layers_.mixes(call_, i)) {
                 attention(b, i, team, rank);
                 if (!b.parallel)
@@ -100,9 +103,9 @@ public:
                     leave(b, t);
                 if (!splits)
                     scale_row(x_ + t * b.hidden, b.hidden, b.layer_scale);
-                if (i + 1 < layers_.end)
+                if (i + 1 < layers_.end && !enters_late(i + 1))
                     enter(i + 1, t);
-                else
+                else if (i + 1 == layers_.end)
                     write(t, state(t));
             });
             if (!splits && !turn(team, rank, i))
@@ -116,6 +119,9 @@ private:
     float* state(int64_t t) const {
         return streams_.any() ? streams_.row(t) : x_ + t * call_.blocks[layers_.first].hidden;
     }
+
+    // Whether what a layer does first needs its matrices, which `turn` brings.
+    bool enters_late(int64_t layer) const { return call_.turn && call_.blocks[layer].streams; }
 
     // The normed rows, as a matrix reads them.
     Rows normed(const Block& b, const Matrix& m) const {
@@ -162,8 +168,8 @@ private:
         if (attends(b))
             attend_to(b, layer, team, rank);
         if (b.streams)
-            streams_.run(b, normed(b, b.streams->narrow_in), products_, team, rank, next_.of(b.streams->narrow_out, team),
-                         next_.feed(layer, team));
+            streams_.run(b, normed(b, b.streams->narrow_in), products_, team, rank,
+                         next_.of(b.streams->narrow_out, team), next_.feed(layer, team));
         if (b.recurrence)
             remember(b, layer, team, rank);
     }

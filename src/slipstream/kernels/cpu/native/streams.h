@@ -97,8 +97,8 @@ public:
         if (rounds)
             each_one(team, normed.count,
                      [&](int64_t t) { copy_row(low_ + t * s.rank, rounded_low_ + t * s.rank, s.rank); });
-        project(products, {low_, rounds ? rounded_low_ : nullptr, s.rank, normed.count}, s.narrow_out, narrow_, team,
-                rank, next);
+        project(products, {low_, rounds ? rounded_low_ : nullptr, s.rank, normed.count}, s.narrow_out,
+                narrow_, team, rank, next);
     }
 
     // x = (x + normed + the narrow branch) / sqrt(2).
