@@ -244,6 +244,18 @@ _DECODERS = {
             residual_multiplier=0.22,
         ),
     ),
+    "mamba2": _decoder(
+        "Mamba2",
+        {
+            "vocab_size": 50288,
+            "hidden_size": 768,
+            "num_hidden_layers": 24,
+            "num_heads": 24,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
+        },
+    ),
     "falcon_h1": _decoder(
         "FalconH1",
         _llama(

@@ -121,6 +121,7 @@ class BlockSpec:
             beside them. The first half's feed-forward has the roles of the shared experts, and their width;
             the second half has the roles in `SECOND`. Only courses know about halves.
         own_attention: The family's own code decides which keys a query attends to (`Family.attention`).
+        wide: The residual stream is float32 in any dtype; the layer's own tensors are not.
         clamp: In float16, sums that are no longer finite are clamped to the dtype's range: after each
             "branch", or at the "end" of the layer.
     """
@@ -174,6 +175,7 @@ class BlockSpec:
     relative: Literal["shared", "own"] | None = None
     twice: bool = False
     own_attention: bool = False
+    wide: bool = False
     clamp: Literal["branch", "end"] | None = None
 
     @property

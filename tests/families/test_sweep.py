@@ -24,6 +24,7 @@ APART = frozenset(
         "dinov3_vit",
         "gpt_neo",
         "gptj",
+        "mamba2",
         "markuplm",
         "mllama_vision_model",
         "moshi",

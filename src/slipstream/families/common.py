@@ -135,11 +135,12 @@ def own_mixer(
     """
 
     def call(mixer: Any, x: Any, given: Mapping[str, Any]) -> Any:
-        arguments = {cache: given.get("past_key_values"), "attention_mask": given.get(mask)}
+        kept = given.get("past_key_values", given.get("cache_params"))
+        arguments = {cache: kept, "attention_mask": given.get(mask)}
         answer = mixer(hidden_states=x, **arguments)
         return answer[0] if isinstance(answer, tuple) else answer
 
-    return OwnMixer(part, call, frozenset({mask}), recurrent)
+    return OwnMixer(part, call, frozenset({mask, "cache_params"}), recurrent)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -91,13 +91,19 @@ class Schedule:
     def next(self, but: int = 0) -> list[Chunk]:
         """Begin the next step: as many known tokens as the budget allows, in the order of the sequences.
 
+        A long prompt is not cut before its last token: alone, that would be computed like a new token, which
+        differs where steps of a state space are bounded in prompts only.
+
         Args:
             but: The number of each sequence's last tokens that the step must not have.
         """
         chunks: list[Chunk] = []
         left = self.token_budget
         for row, sequence in self._sequences.items():
-            count = min(left, sequence.known - sequence.done - but)
+            rest = sequence.known - sequence.done - but
+            count = min(left, rest)
+            if rest > 1 and (count == 1 or (count > 2 and rest - count == 1)):
+                count -= 1 if chunks or count > 1 else 0
             if count > 0:
                 chunks.append(Chunk(row, sequence.done, count, sequence.done + count == sequence.known))
                 sequence.done += count

@@ -25,8 +25,8 @@ def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
         name = f"cpu-{isa}"
         library = load(isa) if (reason := refuse(isa)) is None else None
         reason = reason or next((why for block in blocks if (why := refuse_block(block))), None)
-        if reason is None and not any(block.spec.cached for block in blocks):
-            reason = "no layer has a KV cache"
+        if reason is None and all(block.spec.branches == "feed_forward" for block in blocks):
+            reason = "no layer has attention or a recurrence"
         if library is not None and reason is None and blocks:
             return Bound("stack", name, NativeStack(blocks, library, otherwise), refused)
         refused[name] = reason or "there are no blocks"

@@ -69,7 +69,8 @@ class NativeStack:
         """
         self.name = f"cpu-{library.isa}"
         roles = (block.weights.matrices for block in blocks if block.spec.cached)
-        weight = next(roles)[Role.ATTN_OUT]
+        lasts = (block.part.last for block in blocks if block.part is not None)
+        weight = next((matrices[Role.ATTN_OUT] for matrices in roles), None) or next(lasts)
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
         beside_amx = (
             dtype == torch.bfloat16
@@ -195,7 +196,7 @@ class NativeStack:
         tables: Tables,
     ) -> Tensor:
         ours = self.blocks[which]
-        x = x.contiguous()
+        x = (x.float() if ours[0].spec.wide else x).contiguous()
         out = torch.empty_like(x)
         angles, rows = tables_of(prepared.ropes, tables)
         size = ctypes.sizeof(abi.Block) * which.start

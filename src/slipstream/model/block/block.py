@@ -193,7 +193,7 @@ class Block:
         return x if scale is None or scale.weight is None else x * scale.weight
 
     def _carried(self, residual: Tensor) -> Tensor:
-        return multiplied(residual, self.spec.carry)
+        return multiplied(residual.float() if self.spec.wide else residual, self.spec.carry)
 
     def sum(self, branch: Tensor) -> Tensor:
         """Sum a branch's partial outputs over the ranks."""
@@ -267,6 +267,8 @@ class Block:
         vector = self.weights.vectors.get(role)
         if vector is None:
             return x
+        if self.spec.wide and vector.weight is not None:  # what reads it is in the layer's dtype
+            x = x.to(vector.weight.dtype)
         return self.ops.norm.run(x, vector.weight, vector.bias, spec=norm or self.spec.norm)  # type: ignore[no-any-return]
 
     def linear(self, role: Role, x: Tensor) -> Tensor:
@@ -392,9 +394,5 @@ class Block:
         """
         self.weights = self.weights.apply(fn)
         sinks, alibi = self.weights.vectors.get(Role.SINKS), self.mask.alibi
-        device = self.weights.device
-        self.mask = replace(
-            self.mask,
-            alibi=None if alibi is None else alibi.to(device),
-            sinks=None if sinks is None else sinks.weight,
-        )
+        moved = None if alibi is None else alibi.to(self.weights.device)
+        self.mask = replace(self.mask, alibi=moved, sinks=None if sinks is None else sinks.weight)

@@ -245,7 +245,8 @@ class Frame:
         return logits
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        return times(self.ops.linear.run, x, weight_of(module))
+        weight = weight_of(module)
+        return times(self.ops.linear.run, x.to(weight.computes_in), weight)  # the layers' states may be wider
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         vector = _vector_of(module)

@@ -46,8 +46,8 @@ def check_frame(
         ids = torch.where(ids == frame.spec.pos_padding, (ids + 1) % frame.embed.weight.shape[0], ids)
     for place, placeholder in zip(range(_LENGTH - 1), frame.spec.placeholders, strict=False):
         ids[0, place] = placeholder
-    if (first := frame.embeds_below) is not None:
-        ids[0, _LENGTH // 2] = first
+    if frame.embeds_below is not None:
+        ids[0, _LENGTH // 2] = frame.embeds_below
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any, Tensor | None]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):

@@ -49,10 +49,9 @@ def frame_within(spec: FrameSpec, layers: str) -> FrameSpec | None:
 
     paths: dict[str, Any] = {name: moved(getattr(spec, name)) for name in _PATHS}
     if (streams := spec.streams) is not None:
-        both = ({"enter": streams.enter, "leave": streams.leave}).items()
-        paths["streams"] = dataclasses.replace(
-            streams, **{name: tuple(map(moved, several)) for name, several in both}
-        )
+        several: dict[str, Any] = {"enter": streams.enter, "leave": streams.leave}
+        several = {name: tuple(map(moved, those)) for name, those in several.items()}
+        paths["streams"] = dataclasses.replace(streams, **several)
     paths["rotaries"] = tuple((kind, moved(path)) for kind, path in spec.rotaries)
     if (inputs := spec.inputs) is not None:
         own: dict[str, Any] = {name: moved(getattr(inputs, name)) for name in ("embed", "project", "norm")}
