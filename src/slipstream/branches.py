@@ -193,7 +193,10 @@ class Recurrence:
     Attributes:
         rule: "none": `gate * conv(q * v)`, each with one number per channel. "delta": the gated delta rule
             (arXiv 2412.06464). "space": a state space with one decay per head (arXiv 2405.21060). In these
-            two, q, k and v are convolved, with silu.
+            two, q, k and v are convolved, with silu. "selective": a state space with a decay for each number
+            of its state (arXiv 2312.00752). Only v is convolved; two more matrices make keys, queries and
+            the inputs of the steps of it, and steps of the latter. There is one head; q, k, rate and decay
+            are not read.
         width: Number of tokens that the convolution covers, the current one included.
         channels: Channels of the convolution.
         q: Queries, `key_dim` per key head (a state space's C). Places are by key head.
@@ -212,9 +215,11 @@ class Recurrence:
         rate_scale: Multiplies the delta rule's rate, the sigmoid of `rate`.
         least_step: Lower bound of a state space's step, the softplus of its decay, but for single tokens that
             continue a sequence: transformers bounds the steps of prompts only.
+        rank: Width of the inputs of a selective state space's steps; 0 for others.
+        inner_norm: Normalisation of these inputs, of the keys and of the queries, each.
     """
 
-    rule: Literal["none", "delta", "space"]
+    rule: Literal["none", "delta", "space", "selective"]
     width: int
     channels: int
     q: Place
@@ -232,11 +237,14 @@ class Recurrence:
     gate_first: bool = False
     rate_scale: float = 1.0
     least_step: float = 0.0
+    rank: int = 0
+    inner_norm: Norm | None = None
 
     @property
     def outputs(self) -> int:
         """Width of the mixer's output before its last projection."""
-        return self.channels if self.rule == "none" else self.value_heads * self.value_dim
+        single = self.rule in ("none", "selective")
+        return self.channels if single else self.value_heads * self.value_dim
 
     @property
     def state(self) -> int:

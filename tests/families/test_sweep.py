@@ -24,6 +24,8 @@ APART = frozenset(
         "dinov3_vit",
         "gpt_neo",
         "gptj",
+        "falcon_mamba",
+        "mamba",
         "mamba2",
         "markuplm",
         "mllama_vision_model",

@@ -47,8 +47,13 @@ NAMES = (
     "olmo_hybrid",
     "falcon_h1 multipliers",
     "falcon_h1 biases",
+    "mamba",
+    "falcon_mamba",
+    "mamba2",
+    "jamba state spaces",
 )
 WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
+    "jamba state spaces": {"num_experts": 1},
     "qwen3_next mixed": {"mlp_only_layers": [0, 1, 2]},
     "nemotron_h": {"layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention"]},
 }
@@ -103,6 +108,11 @@ def test_16_bits_are_as_close_to_float32_as_the_reference_s(name: str, isa: str,
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
         ("falcon_h1 multipliers", {"mamba_rms_norm": True, "mamba_n_groups": 1}),
         ("falcon_h1", {"mamba_d_ssm": 132, "mamba_n_heads": 2, "mamba_d_head": 66, "intermediate_size": 33}),
+        ("mamba", {"hidden_size": 36, "expand": 5, "intermediate_size": 180, "state_size": 19}),
+        ("mamba no bias of the convolution", {"time_step_rank": 1, "conv_kernel": 2, "state_size": 1}),
+        ("falcon_mamba", {"intermediate_size": 33, "expand": 1, "conv_kernel": 8, "state_size": 100}),
+        ("jamba state spaces", {"mamba_expand": 1, "mamba_d_state": 16, "mamba_dt_rank": 33}),
+        ("mamba2", {"n_groups": 1, "state_size": 20}),
     ],
     ids=str,
 )
@@ -113,7 +123,7 @@ def test_every_shape(name: str, options: dict[str, int], isa: str) -> None:
 
 @pytest.mark.parametrize("quant", [name for name in FORMATS if name != "plain" and name in abi.FORMATS])
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
-@pytest.mark.parametrize("name", ["lfm2 convolutions", "qwen3_5_text mixed"])
+@pytest.mark.parametrize("name", ["lfm2 convolutions", "qwen3_5_text mixed", "jamba state spaces"])
 def test_packed_weights_around_recurrences(name: str, isa: str, quant: str) -> None:
     library(isa)
     rounds = Rounds(accepted(variant(name), torch.float32, quant), isa)
@@ -137,6 +147,8 @@ def test_packed_weights_around_recurrences(name: str, isa: str, quant: str) -> N
         {"kernel": None},
         {"speed": None},
         {"rule": 3},
+        {"rule": 4},
+        {"rule": -1},
         {"rule": 0},
         {"norm_width": 5},
         {"gate_first": 2},
@@ -156,6 +168,55 @@ def test_calls_that_contradict_a_recurrence_are_refused(
 ) -> None:
     rounds = Rounds(accepted(variant("qwen3_5_text mixed"), torch.float32), "baseline")
     refuses_when_changed(rounds, change, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key_heads": 2},
+        {"value_heads": 2},
+        {"value_dim": 64},
+        {"channels": 64},
+        {"key_dim": 0},
+        {"key_dim": 7},
+        {"key_dim": 257},
+        {"shift": 64},
+        {"speed": None},
+        {"gate_first": 1},
+        {"rule": 2},
+        {"rule": 0},
+    ],
+    ids=str,
+)
+def test_calls_that_contradict_a_selective_state_space_are_refused(
+    change: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(accepted(variant("mamba"), torch.float32), "baseline")
+    refuses_when_changed(rounds, change, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("mixed", {"outputs": 21}),
+        ("mixed", {"inputs": 127}),
+        ("mixed", {"outputs": 0}),
+        ("steps", {"inputs": 5}),
+        ("steps", {"outputs": 127}),
+        ("steps", {"outputs": 0}),
+        ("step_norm", {"count": 7}),
+        ("key_norm", {"kind": 9}),
+        ("v", {"channel": 1}),
+        ("gate", {"start": 129}),
+    ],
+    ids=str,
+)
+def test_other_products_within_a_selective_state_space_are_refused(
+    part: str, change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "jamba state spaces" if part.endswith("norm") else "mamba"
+    rounds = Rounds(accepted(variant(name), torch.float32), "baseline")
+    refuses_when_changed(rounds, change, monkeypatch, part)
 
 
 @pytest.mark.parametrize("change", [{"outputs": 63}, {"inputs": 65}, {"outputs": 0}], ids=str)
@@ -309,9 +370,42 @@ def test_a_cache_in_int8_leaves_states_in_float32() -> None:
         assert rounds.error(spans) <= 1.1 / 127
 
 
-def test_layers_without_a_kv_cache_are_left_to_the_reference() -> None:
-    rounds = Rounds(accepted(variant("lfm2 convolutions"), torch.float32), "baseline")
-    without = [block for block in rounds.blocks if block.spec.recurrence is not None]
+def test_layers_that_keep_nothing_are_left_to_the_reference() -> None:
+    rounds = Rounds(accepted(variant("nemotron_h"), torch.float32), "baseline")
+    without = [block for block in rounds.blocks if block.spec.branches == "feed_forward"]
+    assert without and len(without) < len(rounds.blocks)
     bound = bind_stack(without, run_stack)
     assert bound.run is run_stack
-    assert "no layer has a KV cache" in bound.refused.values()
+    assert "no layer has attention or a recurrence" in bound.refused.values()
+
+
+@pytest.mark.parametrize("name", ["x_proj.weight", "dt_proj.weight", "A_log", "D"])
+def test_a_selective_state_space_reads_tensors_anew(name: str) -> None:
+    rounds = Rounds(accepted(variant("mamba"), torch.float32), "baseline")
+    assert rounds.error(PREFILL) <= TOLERANCE[torch.float32]
+    for block in rounds.blocks:
+        part: Any = block.part
+        part.module.get_parameter(name).data = part.module.get_parameter(name).data * 0.5
+    assert rounds.error(CHUNK) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["x_proj.weight", "dt_proj.weight", "A_log", "D"])
+def test_a_selective_state_space_of_another_shape_is_refused(name: str) -> None:
+    rounds = Rounds(accepted(variant("mamba"), torch.float32), "baseline")
+    part: Any = rounds.blocks[0].part
+    assert part.refuses() is None
+    tensor = part.module.get_parameter(name)
+    tensor.data = tensor.data[:-1]
+    assert part.refuses() is not None
+
+
+def test_selective_state_spaces_are_exact_for_long_sequences() -> None:
+    # Softplus and decays over their whole range, against the reference in float64.
+    rounds = Rounds(accepted(variant("mamba"), torch.float32), "baseline")
+    for block in rounds.blocks:
+        module: Any = block.part.module  # type: ignore[union-attr]
+        with torch.no_grad():
+            module.dt_proj.bias.copy_(torch.linspace(-30.0, 30.0, len(module.dt_proj.bias)))
+            module.A_log.copy_(torch.linspace(-20.0, 4.0, module.A_log.numel()).view_as(module.A_log))
+    for spans in (PREFILL, CHUNK, DECODE):
+        assert rounds.error(spans) <= TOLERANCE[torch.float32]

@@ -113,7 +113,7 @@ class Rounds:
         expected = run_stack(self.blocks, x, step, self.caches[0].layers, tables, inputs)
         got = self.stack(self.blocks, x, step, self.caches[1].layers, tables, inputs)
         assert torch.equal(x, before)
-        assert got.dtype == x.dtype
+        assert got.dtype == expected.dtype
         return expected.float(), got.float()
 
     @torch.no_grad()

@@ -111,6 +111,11 @@ class RecurrentParts:
         skip: Parameter that multiplies the values, which are added to the output.
         norm: Weight of the output's norm.
         scales: Buffer of what the projected row is multiplied by, one number for all of each input.
+        mixed: The linear of a selective state space's values: the steps' inputs, keys and queries.
+        steps: The linear of the steps' inputs.
+        step_norm: Weight of the norm of the steps' inputs.
+        key_norm: Weight of the norm of the keys.
+        query_norm: Weight of the norm of the queries.
     """
 
     projections: tuple[str, ...]
@@ -121,6 +126,11 @@ class RecurrentParts:
     skip: str | None = None
     norm: str | None = None
     scales: str | None = None
+    mixed: str | None = None
+    steps: str | None = None
+    step_norm: str | None = None
+    key_norm: str | None = None
+    query_norm: str | None = None
 
 
 @dataclass(frozen=True)

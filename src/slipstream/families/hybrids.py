@@ -7,8 +7,8 @@ from typing import Any
 
 from slipstream.families.common import LLAMA_RECIPES, field, llama_frame, llama_like, own_mixer, rope, tiny
 from slipstream.families.family import Config, Family
-from slipstream.families.recurrences import STATE_SPACE, state_space
-from slipstream.spec import BlockSpec, FrameSpec, MoE, Role
+from slipstream.families.recurrences import SELECTIVE, STATE_SPACE, selective, state_space
+from slipstream.spec import BlockSpec, FrameSpec, MoE, Norm, Role
 from slipstream.weights.recipe import Stack, Take
 
 
@@ -61,11 +61,29 @@ def _jamba(config: Config, index: int) -> BlockSpec:
 
 
 def _jamba_state(config: Config, index: int) -> BlockSpec:
-    return replace(_jamba(config, index), mixer=_STATE)
+    plain = config.hidden_act == "silu" and not config.mamba_proj_bias
+    space = selective(
+        channels=config.mamba_expand * config.hidden_size,
+        keys=config.mamba_d_state,
+        rank=config.mamba_dt_rank,
+        width=config.mamba_d_conv,
+        norm=Norm("rms", config.rms_norm_eps),
+    )
+    return replace(_jamba(config, index), mixer=_STATE, recurrence=space if plain else None)
+
+
+def _jamba_frame(config: Config) -> FrameSpec:
+    return llama_frame(config, final_norm="model.final_layernorm", rotary=None)
 
 
 _STATE = "a state space"
 _MAMBA = {_STATE: own_mixer("mamba", recurrent=STATE_SPACE)}
+_NORMED = replace(
+    SELECTIVE,
+    step_norm="dt_layernorm.weight",
+    key_norm="b_layernorm.weight",
+    query_norm="c_layernorm.weight",
+)
 _GRANITE = {
     **LLAMA_RECIPES,
     Role.MLP_IN: Take("shared_mlp.input_linear"),
@@ -152,8 +170,9 @@ FAMILIES = (
         layers=("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"),
         spec=_jamba,
         specs={"JambaMambaDecoderLayer": _jamba_state},
-        mixers=_MAMBA,
+        mixers={_STATE: own_mixer("mamba", recurrent=_NORMED)},
         recipes=_JAMBA,
+        frame=_jamba_frame,
         tiny=(
             tiny(
                 "JambaForCausalLM",

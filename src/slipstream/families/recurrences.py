@@ -15,9 +15,11 @@ __all__ = [
     "DELTA_BY_HEAD",
     "DELTA_BY_KIND",
     "SHORT_CONVOLUTION",
+    "SELECTIVE",
     "STATE_SPACE",
     "delta_rule",
     "mamba_2",
+    "selective",
     "short_convolution",
     "state_space",
 ]
@@ -36,6 +38,10 @@ DELTA_APART = RecurrentParts(
 )
 STATE_SPACE = RecurrentParts(
     ("in_proj",), "conv1d", "out_proj", speed="A_log", shift="dt_bias", skip="D", norm="norm.weight"
+)
+
+SELECTIVE = RecurrentParts(
+    ("in_proj",), "conv1d", "out_proj", speed="A_log", skip="D", mixed="x_proj", steps="dt_proj"
 )
 
 
@@ -136,3 +142,18 @@ def mamba_2(*, heads: int, groups: int, values: int, keys: int, width: int, eps:
         norm_width=inner // groups,
         gate_first=True,
     )
+
+
+def selective(*, channels: int, keys: int, rank: int, width: int, norm: Norm | None = None) -> Recurrence:
+    """Return the selective state space of Mamba 1; a projected row is `[v | gate]`.
+
+    Args:
+        channels: Of the convolution and of the state.
+        keys: Mamba's size of the state.
+        rank: Width of the steps' inputs.
+        width: Tokens that the convolution covers.
+        norm: Of the steps' inputs, keys and queries.
+    """
+    v, gate = Place(0), Place(channels)
+    sizes = {"key_heads": 1, "value_heads": 1, "key_dim": keys, "value_dim": channels}
+    return Recurrence("selective", width, channels, v, v, gate, rank=rank, inner_norm=norm, **sizes)

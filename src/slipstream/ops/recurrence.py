@@ -1,6 +1,6 @@
 """Mixers whose state per sequence has a fixed size: short convolutions, gated delta rules, state spaces.
 
-This is the definition, in plain torch; `kernels/cpu/native/recurrence.h` computes the same.
+This is the definition, in plain torch; `kernels/cpu/native/recurrence.h` and `selective.h` compute the same.
 
 Shapes: T packed tokens, N sequences, W width of a projected row, S numbers of a state, K key heads, V value
 heads, D key dim, E value dim.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.branches import Place, Recurrence
+from slipstream.branches import Norm, Place, Recurrence
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step
 
@@ -33,10 +33,14 @@ class Vectors:
     Attributes:
         kernel: The convolution's weight, `(channels, width)`.
         kernel_bias: `(channels,)`, or None.
-        speed: `(V,)`: the logarithm of a head's rate of decay; None without a rule.
-        shift: `(V,)`: added to the decay's input; None without a rule.
-        skip: `(V,)`: multiplies the values, which are added to the output; or None.
+        speed: `(V,)`: the logarithm of a head's rate of decay; `(channels, D)` of a selective state space;
+            None without a rule.
+        shift: `(V,)`: added to the decay's input; None without a rule, or of a selective state space.
+        skip: `(V,)`, or `(channels,)`: multiplies the values, which are added to the output; or None.
         norm: Weight of the norm, or None.
+        step_norm: Weight of the norm of a selective state space's inputs of steps, or None.
+        key_norm: Likewise of its keys.
+        query_norm: Likewise of its queries.
     """
 
     kernel: Tensor
@@ -45,6 +49,13 @@ class Vectors:
     shift: Tensor | None = None
     skip: Tensor | None = None
     norm: Tensor | None = None
+    step_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+
+
+Inner = tuple[Callable[[Tensor], Tensor], ...]
+"""The products with the matrices of a selective state space's values and of its steps' inputs."""
 
 
 class RecurrentLike(Protocol):
@@ -55,6 +66,8 @@ class RecurrentLike(Protocol):
     @property
     def projections(self) -> tuple[Weight, ...]: ...  # noqa: D102
     @property
+    def inner(self) -> tuple[Weight, ...]: ...  # noqa: D102
+    @property
     def last(self) -> Weight: ...  # noqa: D102
     @property
     def vectors(self) -> Vectors: ...  # noqa: D102
@@ -64,7 +77,9 @@ class RecurrentLike(Protocol):
     ) -> Tensor: ...
 
 
-def recur(rows: Tensor, vectors: Vectors, step: Step, states: Tensor, spec: Recurrence) -> Tensor:
+def recur(
+    rows: Tensor, vectors: Vectors, step: Step, states: Tensor, spec: Recurrence, inner: Inner = ()
+) -> Tensor:
     """Compute a mixer's output, before its last projection, of packed tokens, and update the states.
 
     Args:
@@ -73,6 +88,7 @@ def recur(rows: Tensor, vectors: Vectors, step: Step, states: Tensor, spec: Recu
         step: Where sequences begin, their lengths, and their rows in `states`.
         states: `(rows, S)` float32, updated in place; not read at the start of a sequence.
         spec: The mixer in numbers.
+        inner: The products within a selective state space.
 
     Returns:
         `(T, spec.outputs)` in the dtype of `rows`; computed in float32.
@@ -88,17 +104,23 @@ def recur(rows: Tensor, vectors: Vectors, step: Step, states: Tensor, spec: Recu
             state.zero_()
         own = spec if count > 1 or lens[n] == 1 else replace(spec, least_step=0.0)
         if count:
-            out[tokens] = _sequence(rows[tokens].float(), vectors, state, own).to(out.dtype)
+            out[tokens] = _sequence(rows[tokens].float(), vectors, state, own, inner).to(out.dtype)
     return out
 
 
-def _sequence(rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence) -> Tensor:
+def _sequence(
+    rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence, inner: Inner
+) -> Tensor:
     """Compute the output `(L, outputs)` of some tokens of one sequence, and update its state."""
     older = spec.width - 1
     past = state[: older * spec.channels].view(older, spec.channels)
     if spec.rule == "none":
         q, v, gate = (rows[:, p.start : p.start + spec.channels] for p in (spec.q, spec.v, spec.gate))
         return gate * _convolve(q * v, vectors, past)
+    if spec.rule == "selective":
+        v, gate = (rows[:, p.start : p.start + spec.channels] for p in (spec.v, spec.gate))
+        own = state[older * spec.channels :].view(spec.key_dim, spec.channels)
+        return _selective(F.silu(_convolve(v, vectors, past)), vectors, own, spec, inner) * F.silu(gate)
     each = spec.value_heads // spec.key_heads
 
     def part(place: Place, size: int) -> Tensor:
@@ -115,8 +137,8 @@ def _sequence(rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence) -
     heads = dict(zip(order, mixed.split(widths, dim=1), strict=True))
     q, k = (heads[name].unflatten(1, (spec.key_heads, -1)).repeat_interleave(each, dim=1) for name in "qk")
     v = heads["v"].unflatten(1, (spec.value_heads, -1))
-    inner = state[older * spec.channels :].view(spec.value_heads, spec.key_dim, spec.value_dim)
-    out = _rule(q, k, v, part(spec.rate, each), part(spec.decay, each), vectors, inner, spec).flatten(1)
+    own = state[older * spec.channels :].view(spec.value_heads, spec.key_dim, spec.value_dim)
+    out = _rule(q, k, v, part(spec.rate, each), part(spec.decay, each), vectors, own, spec).flatten(1)
     gate = F.silu(part(spec.gate, each * spec.value_dim))
     return _normed(out * gate, vectors, spec) if spec.gate_first else _normed(out, vectors, spec) * gate
 
@@ -160,6 +182,29 @@ def _rule(
         state.add_(k[t, :, :, None] * (change * rate[t, :, None])[:, None])
         out[t] = (state * q[t, :, :, None]).sum(1)
     return out if vectors.skip is None else out + v * vectors.skip.float()[:, None]
+
+
+def _selective(v: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence, inner: Inner) -> Tensor:
+    """Take a state `(D, channels)` through the values `(L, channels)` of L tokens."""
+    if vectors.speed is None:
+        raise AssertionError("a selective state space has a speed")
+    mixed, steps = inner
+    parts = mixed(v).float().split((spec.rank, spec.key_dim, spec.key_dim), dim=1)
+    norms = (vectors.step_norm, vectors.key_norm, vectors.query_norm)
+    low, k, q = (_inner_normed(*pair, spec.inner_norm) for pair in zip(parts, norms, strict=True))
+    step = F.softplus(steps(low).float())
+    speed, out = vectors.speed.float().exp().mT, torch.empty_like(v)
+    for t in range(len(v)):
+        state.mul_(torch.exp(-speed * step[t])).add_(k[t, :, None] * (step[t] * v[t]))
+        out[t] = (state * q[t, :, None]).sum(0)
+    return out if vectors.skip is None else out + v * vectors.skip.float()
+
+
+def _inner_normed(x: Tensor, weight: Tensor | None, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x if weight is None else x * weight.float()
 
 
 def _normed(x: Tensor, vectors: Vectors, spec: Recurrence) -> Tensor:

@@ -95,6 +95,8 @@ class Recurrence(ctypes.Structure):
         *each(Part, "q k v gate rate decay"),
         ("out", Matrix),
         *each(c_void_p, "speed shift skip"),
+        *each(Matrix, "mixed steps"),
+        *each(Norm, "step_norm key_norm query_norm"),
         ("norm", Norm),
         ("norm_width", c_int64),
         *each(c_float, "least_step rate_scale"),

@@ -232,7 +232,7 @@ def places_of(part: RecurrentLike) -> tuple[tuple[Any, ...], ...]:
     These are their addresses and shapes, and of matrices also how they are unpacked and whether an adapter,
     which is refused, is active.
     """
-    weights = (*part.projections, part.last)
+    weights = (*part.projections, *part.inner, part.last)
     kinds = ((weight.format, weight.rounding, weight.beside is None) for weight in weights)
     return (*((t.data_ptr(), *t.shape) for t in tensors_of_recurrence(part)), *kinds)
 

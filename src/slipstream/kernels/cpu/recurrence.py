@@ -12,11 +12,13 @@ from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Weight
 from slipstream.ops.recurrence import RecurrentLike
-from slipstream.spec import BlockSpec, Place
+from slipstream.spec import BlockSpec, Norm, Place
 
 __all__ = ["describe_recurrence", "refuse_recurrence", "tensors_of_recurrence"]
 
-_RULES = {"none": 0, "delta": 1, "space": 2}
+_RULES = {"none": 0, "delta": 1, "space": 2, "selective": 3}
+_TALLEST = 256
+"""Width of keys of a selective state space that the library supports."""
 _PLACES = ("q", "k", "v", "gate", "rate", "decay")
 _MOST_PROJECTIONS = 6
 _WIDTHS = range(2, 9)
@@ -39,7 +41,9 @@ def refuse_recurrence(spec: BlockSpec, part: RecurrentLike | None, leased: bool)
         return f"mixer={spec.mixer!r} of streamed, parallel or post-norm layers is not supported"
     if spec.recurrence.width not in _WIDTHS or len(part.projections) > _MOST_PROJECTIONS:
         return f"a convolution over {spec.recurrence.width} tokens is not supported"
-    for weight in (*part.projections, part.last):
+    if spec.recurrence.rule == "selective" and spec.recurrence.key_dim > _TALLEST:
+        return f"a selective state of {spec.recurrence.key_dim} numbers per channel is not supported"
+    for weight in (*part.projections, *part.inner, part.last):
         if weight.beside is not None:
             return "an unmerged adapter of a mixer is not supported"
         if isinstance(matrix := matrix_of(weight), str):
@@ -88,22 +92,19 @@ def describe_recurrence(part: RecurrentLike, block: BlockSpec, struct: abi.Block
         skip_dtype=_dtype(vectors.skip),
     )
     if spec.norm is not None:
-        weight = vectors.norm
-        recurrence.norm_width = spec.norm_width
-        recurrence.norm = abi.Norm(
-            weight=address(weight),
-            count=0 if weight is None else weight.numel(),
-            eps=spec.norm.eps,
-            kind=1,
-            weight_dtype=_dtype(weight),
-        )
+        recurrence.norm_width, recurrence.norm = spec.norm_width, _norm(vectors.norm, spec.norm)
+    if part.inner:
+        recurrence.mixed, recurrence.steps = (_matrix(weight, memory) for weight in part.inner)
+    if spec.inner_norm is not None:
+        for name in ("step_norm", "key_norm", "query_norm"):
+            setattr(recurrence, name, _norm(getattr(vectors, name), spec.inner_norm))
     memory += [matrices, recurrence]
     struct.recurrence, struct.beside = ctypes.pointer(recurrence), int(block.beside)
 
 
 def tensors_of_recurrence(part: RecurrentLike) -> list[Tensor]:
     """Return all tensors that a mixer's structs point into."""
-    weights = (*part.projections, part.last)
+    weights = (*part.projections, *part.inner, part.last)
     matrices = [t for weight in weights for t in (*weight.planes, weight.bias) if t is not None]
     return [*matrices, *_vectors(part)]
 
@@ -118,6 +119,13 @@ def _matrix(weight: Weight, memory: list[Any]) -> abi.Matrix:
         raise AssertionError("a mixer is described only once refuse_recurrence has accepted it")
     memory.append(matrix.memory)
     return matrix
+
+
+def _norm(weight: Tensor | None, norm: Norm) -> abi.Norm:
+    count = 0 if weight is None else weight.numel()
+    return abi.Norm(
+        weight=address(weight), count=count, eps=norm.eps, kind=1, weight_dtype=_dtype(weight)
+    )
 
 
 def _place(place: Place, begins: list[int], entry: float) -> abi.Part:

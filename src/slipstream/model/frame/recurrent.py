@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class RecurrentPart:
         return tuple(weight_of(self.module.get_submodule(path)) for path in self.paths.projections)
 
     @property
+    def inner(self) -> tuple[Weight, ...]:
+        """Matrices of a selective state space: of its values, and of its steps' inputs; else none."""
+        paths = (self.paths.mixed, self.paths.steps) if self.config.rule == "selective" else ()
+        return tuple(weight_of(self.module.get_submodule(path)) for path in paths if path is not None)
+
+    @property
     def last(self) -> Weight:
         """Matrix of the output."""
         return weight_of(self.module.get_submodule(self.paths.last))
@@ -69,6 +76,8 @@ class RecurrentPart:
         convolution: Any = self.module.get_submodule(self.paths.convolution)
         names = {name: getattr(self.paths, name) for name in ("speed", "shift", "skip")}
         names |= {"norm": None if self.config.norm is None else self.paths.norm}
+        normed = self.config.inner_norm is not None
+        names |= {name: getattr(self.paths, name) if normed else None for name in _INNER_NORMS}
         own = {name: self._parameter(path) for name, path in names.items() if path is not None}
         return Vectors(convolution.weight[:, 0], convolution.bias, **own)
 
@@ -80,7 +89,8 @@ class RecurrentPart:
     def refuses(self) -> str | None:
         """Return why the module is not what `paths` and `spec` describe, or None if it is."""
         try:
-            linears = [self.module.get_submodule(path) for path in (*self.paths.projections, self.paths.last)]
+            paths = (*self.paths.projections, self.paths.last, self.paths.mixed, self.paths.steps)
+            linears = [self.module.get_submodule(path) for path in paths if path is not None]
             convolution = self.module.get_submodule(self.paths.convolution)
         except AttributeError as error:
             return str(error)
@@ -101,10 +111,11 @@ class RecurrentPart:
             return str(error)
         if scales is not None and not _is_constant(scales, self.config):
             return "its multipliers differ within one input, or have no values yet"
-        heads = {None if spec.rule == "none" else spec.value_heads}
-        counts = {"speed": heads, "shift": heads, "skip": {None, *heads}}
-        counts |= {"norm": {None, spec.norm_width, spec.outputs}, "kernel_bias": {None, spec.channels}}
-        for name, allowed in counts.items():
+        shapes = ((spec.rank + 2 * spec.key_dim, spec.channels), (spec.channels, spec.rank))
+        for weight, wanted in zip(self.inner, shapes, strict=False):
+            if tuple(weight.shape) != wanted:
+                return f"a matrix of shape {tuple(weight.shape)} in place of {wanted}"
+        for name, allowed in _counts(spec).items():
             tensor = getattr(vectors, name)
             if (None if tensor is None else tensor.numel()) not in allowed:
                 return f"its {name} has {None if tensor is None else tensor.numel()} numbers"
@@ -123,7 +134,29 @@ class RecurrentPart:
             `(T, C)`.
         """
         rows = torch.cat([times(linear, x, weight) for weight in self.projections], dim=-1)
-        return times(linear, recur(rows, self.vectors, step, states, self.spec), self.last)
+        inner = tuple(partial(_narrowed, linear, weight) for weight in self.inner)
+        return times(linear, recur(rows, self.vectors, step, states, self.spec, inner), self.last)
+
+
+_INNER_NORMS = ("step_norm", "key_norm", "query_norm")
+
+
+def _counts(spec: Recurrence) -> dict[str, set[int | None]]:
+    """Return how many numbers each of the vectors may have; None if it may be missing."""
+    if spec.rule == "selective":
+        counts: dict[str, set[int | None]] = {"speed": {spec.channels * spec.key_dim}, "shift": {None}}
+        counts |= {"skip": {None, spec.channels}, "norm": {None}, "step_norm": {None, spec.rank}}
+        counts |= {name: {None, spec.key_dim} for name in ("key_norm", "query_norm")}
+    else:
+        heads = {None if spec.rule == "none" else spec.value_heads}
+        counts = {"speed": {*heads}, "shift": {*heads}, "skip": {None, *heads}}
+        counts |= {"norm": {None, spec.norm_width, spec.outputs}}
+    return counts | {"kernel_bias": {None, spec.channels}}
+
+
+def _narrowed(linear: Callable[..., Tensor], weight: Weight, x: Tensor) -> Tensor:
+    """Multiply float32 rows by a matrix, in the dtype that it computes in."""
+    return times(linear, x.to(weight.computes_in), weight)
 
 
 def _sizes(spec: Recurrence) -> dict[str, int]:

@@ -86,7 +86,7 @@ struct Cache {
     void *k, *v;
     float *k_scales, *v_scales;
     const void *past_k, *past_v;
-    float* states; // `(num_states, S)`: of the block's recurrence; S is `state_size` in recurrence.h
+    float* states; // `(num_states, S)`: of the block's recurrence; S is `state_size` in recurrent_work.h
 };
 
 // Causal attention of packed queries to a paged cache.

@@ -107,10 +107,12 @@ struct Part {
     int32_t unused;
 };
 
-enum Rule : int32_t { kNoRule = 0, kDeltaRule = 1, kStateSpace = 2, kRules = 3 };
+enum Rule : int32_t { kNoRule = 0, kDeltaRule = 1, kStateSpace = 2, kSelective = 3, kRules = 4 };
 
 // A mixer whose state per sequence has a fixed size; recurrence.h has the formulas. It replaces attention, or
 // with `Block::beside` reads the same input, and both outputs are added.
+// With kSelective (selective.h) only v is convolved, with silu; there is one head of key_dim = N and
+// value_dim = channels, and q, k, rate, decay and the norm of the output are not read.
 // Without a rule the output is gate * convolution(q * v), each `channels` wide. With a rule, q, k and v are
 // convolved, with silu; key heads have key_dim outputs of q and k each, and value_heads / key_heads times
 // value_dim outputs of v and of the gate, and as many rates and decays as they have value heads.
@@ -127,6 +129,11 @@ struct Recurrence {
     // token continues a sequence alone (transformers bounds the steps of prompts only).
     const void *speed, *shift;
     const void* skip; // `(value_heads,)` or null: skip * v is added to a head's output
+    // kSelective: of the convolved values, `(R + 2 * N, channels)`, whose outputs are the steps' inputs, keys
+    // and queries; `(channels, R)`; their norms. `speed` is `(channels, N)`, `skip` `(channels,)`, `shift`
+    // null
+    Matrix mixed, steps;
+    Norm step_norm, key_norm, query_norm;
     // Of each `norm_width` adjacent outputs; before or after they are multiplied with silu(gate).
     Norm norm;
     int64_t norm_width; // 0 without a norm; the weight has as many numbers, or one per output
@@ -153,9 +160,9 @@ struct Inputs {
 // has the formulas. Only in blocks with `inputs`, and in all blocks of a call or none.
 struct Streams {
     int64_t count, active, rank;     // S, from 2 to 8; a; R
-    Norm router_norm, narrow_norm; // of the routers' input, and of the narrow branch
+    Norm router_norm, narrow_norm;   // of the routers' input, and of the narrow branch
     Matrix router, predict, correct; // `(S, C)`, `(S * S, S)`, `(S, S)`, dense in rows
-    Matrix narrow_in, narrow_out; // of the narrow branch: `(R, C)` and `(C, R)`
+    Matrix narrow_in, narrow_out;    // of the narrow branch: `(R, C)` and `(C, R)`
     Scale scale;                     // of what the branch of the block's own input reads, or none
 };
 

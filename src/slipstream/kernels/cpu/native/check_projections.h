@@ -90,6 +90,26 @@ Status rule(const Recurrence& r, int64_t& joined) {
     return norm(r.norm, r.norm_width, joined);
 }
 
+// The projections of a selective state space's values.
+Status selective(const Recurrence& r, const StackCall& call) {
+    constexpr int64_t kTallest = 256;
+    const int64_t low = r.steps.inputs, all = low + 2 * r.key_dim;
+    if (r.key_heads != 1 || r.value_heads != 1 || r.value_dim != r.channels || r.norm.kind != kNoNorm ||
+        r.gate_first)
+        return kUnsupported;
+    if (!is_size(r.key_dim) || r.key_dim > kTallest || !is_size(low) || !fits(call.step.tokens, all) ||
+        !fits(r.channels, r.key_dim))
+        return kShape;
+    Status status = first_of(convolved(r, r.v, 1, r.channels), part(r, r.gate, 1, r.channels));
+    status = first_of(status, first_of(tensor(r.speed, r.speed_dtype), optional(r.skip, r.skip_dtype)));
+    status = first_of(status, r.shift || r.v.channel ? kUnsupported : kOk);
+    status = first_of(status, matrix(r.mixed, all, r.channels));
+    status = first_of(status, matrix(r.steps, r.channels, low));
+    for (const Norm* n : {&r.key_norm, &r.query_norm})
+        status = first_of(status, norm(*n, r.key_dim, r.key_dim));
+    return first_of(status, norm(r.step_norm, low, low));
+}
+
 // A block's recurrence.
 Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
     constexpr int64_t kMostProjections = 6, kWidest = 8;
@@ -119,7 +139,7 @@ Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
         for (const Part* p : {&r.q, &r.v, &r.gate})
             status = first_of(status, part(r, *p, 1, r.channels));
     } else {
-        status = rule(r, joined);
+        status = r.rule == kSelective ? selective(r, call) : rule(r, joined);
     }
     if (status == kOk && (!fits(call.step.tokens, width) || !fits(call.step.tokens, joined)))
         return kShape;

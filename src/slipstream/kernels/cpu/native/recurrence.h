@@ -3,6 +3,7 @@
 //   delta rule    S = d S + k (b (v - d S^T k))^T     Source: Yang et al. 2024 (arXiv 2412.06464), eq. 10
 //   state space   S = d S + k (b v)^T                 Source: Dao and Gu 2024 (arXiv 2405.21060), eq. 2
 //   both          out = S^T q
+// The selective state space is in selective.h.
 #pragma once
 
 #include <cmath>
@@ -18,13 +19,14 @@ public:
             if (const Recurrence* r = call.blocks[i].recurrence) {
                 width = most(width, width_of(*r));
                 heads = most(heads, r->value_heads);
-                tall = most(tall, r->key_dim);
+                tall = most(tall, r->rule == kSelective ? 0 : r->key_dim);
             }
         rows_ = scratch.part<float>(call.step.tokens * width);
         rates_ = scratch.part<float>(call.step.tokens * heads);
         decays_ = scratch.part<float>(call.step.tokens * heads);
         panel_size_ = tall * kVectors * Vec::kWidth;
         panels_ = scratch.part<float>(panel_size_ * threads);
+        selective_.take(scratch, call);
     }
 
     // Whether the rows that enter are rounded to bfloat16 in place for one of the projections.
@@ -42,16 +44,18 @@ public:
              const Following& next) const {
         const Block& b = call.blocks[layer];
         const Recurrence& r = *b.recurrence;
-        const Work w = {call, b, r, call.caches[layer].states, joined, rounded_joined};
+        const RecurrentWork w = {call, b, r, call.caches[layer].states, joined, rounded_joined, rows_};
         for (int64_t i = 0; i < r.num_projections; ++i) {
             const Matrix& m = r.projections[i];
             const Bf16* some = rounds_rows(m, call.step.tokens) ? rounded : nullptr;
-            const bool last = i + 1 == r.num_projections;
-            project(room, {normed, some, b.hidden, call.step.tokens}, m, begin_of(w, i), team, rank,
+            const bool last = i + 1 == r.num_projections && r.rule != kSelective;
+            project(room, {normed, some, b.hidden, call.step.tokens}, m, w.begin_of(i), team, rank,
                     last ? next : Following());
         }
         if (r.rule == kNoRule)
             return gated_convolution(w, team);
+        if (r.rule == kSelective)
+            return selective_.run(w, room, team, rank, next);
         convolve_heads(w, team);
         each_one(team, call.step.tokens, [&](int64_t t) { prepare_heads(w, t); });
         run_rule(w, team, rank);
@@ -59,109 +63,20 @@ public:
     }
 
 private:
-    static constexpr int64_t kWidest = 8;    // tokens that a convolution covers at most
-    static constexpr int64_t kChannels = 64; // per task of a convolution without heads
-    static constexpr int kVectors = 4;       // of a head's columns that a task updates together, at most
+    static constexpr int kVectors = 4; // of a head's columns that a task updates together, at most
     static constexpr int64_t kPanelBytes = 16 << 10;
     static constexpr int64_t kFewestToCopy = 4; // tokens
 
-    struct Work {
-        const StackCall& call;
-        const Block& b;
-        const Recurrence& r;
-        float* states;
-        float* joined;
-        Bf16* rounded_joined;
-    };
-
-    static int64_t width_of(const Recurrence& r) {
-        int64_t width = 0;
-        for (int64_t i = 0; i < r.num_projections; ++i)
-            width += r.projections[i].outputs;
-        return width;
-    }
-
-    // The outputs of a projection, row by row.
-    float* begin_of(const Work& w, int64_t projection) const {
-        float* at = rows_;
-        for (int64_t i = 0; i < projection; ++i)
-            at += w.call.step.tokens * w.r.projections[i].outputs;
-        return at;
-    }
-
-    // The part of one key head in the rows of all tokens.
-    struct Column {
-        float* at;
-        int64_t stride;
-        float* row(int64_t t) const { return at + t * stride; }
-    };
-    Column column(const Work& w, const Part& part, int64_t key_head) const {
-        return {begin_of(w, part.matrix) + part.start + key_head * part.step,
-                w.r.projections[part.matrix].outputs};
-    }
-
-    // The tokens of one sequence in this step, and its state.
-    struct Sequence {
-        int64_t begin, end;
-        bool is_new;
-        float* state;
-    };
-    static Sequence sequence(const Work& w, int64_t n) {
-        const Step& s = w.call.step;
-        const int64_t begin = s.query_starts[n], end = s.query_starts[n + 1];
-        return {begin, end, s.kv_lens[n] == end - begin, w.states + s.states[n] * state_size(w.r)};
-    }
-    static int64_t state_size(const Recurrence& r) {
-        return (r.width - 1) * r.channels + r.value_heads * r.key_dim * r.value_dim;
-    }
-
-    // Convolves adjacent channels of one sequence, at most one vector of them, and updates the state. `in(t)`
-    // returns the input of token t, `out(t, y)` receives its output.
-    template <int kWidth, class In, class Out>
-    static void convolve(const Recurrence& r, const Sequence& s, int64_t channel, int64_t n, In in, Out out) {
-        constexpr int kOlder = kWidth - 1;
-        alignas(64) float some[kWidest * Vec::kWidth], tap[Vec::kWidth] = {};
-        read_row(r.kernel, r.kernel_dtype, channel * kWidth, some, n * kWidth);
-        Vec taps[kWidth], past[kWidth], bias = Vec::set(0);
-#pragma GCC unroll 8
-        for (int j = 0; j < kWidth; ++j) {
-            for (int64_t i = 0; i < n; ++i)
-                tap[i] = some[i * kWidth + j];
-            taps[j] = Vec::load(tap);
-        }
-        if (r.kernel_bias) {
-            read_row(r.kernel_bias, r.bias_dtype, channel, tap, n);
-            bias = Vec::load(tap);
-        }
-#pragma GCC unroll 8
-        for (int j = 0; j < kOlder; ++j)
-            past[j] = s.is_new ? Vec::set(0) : Vec::load(s.state + j * r.channels + channel, n);
-        for (int64_t t = s.begin; t < s.end; ++t) {
-            past[kOlder] = in(t);
-            Vec y = bias;
-#pragma GCC unroll 8
-            for (int j = 0; j < kWidth; ++j)
-                y = fma(past[j], taps[j], y);
-#pragma GCC unroll 8
-            for (int j = 0; j < kOlder; ++j)
-                past[j] = past[j + 1];
-            out(t, y);
-        }
-#pragma GCC unroll 8
-        for (int j = 0; j < kOlder; ++j)
-            past[j].store(s.state + j * r.channels + channel, n);
-    }
-
     // out = gate * convolution(q * v), where `v` is the convolution's other input.
-    void gated_convolution(const Work& w, Team& team) const {
+    void gated_convolution(const RecurrentWork& w, Team& team) const {
         const Recurrence& r = w.r;
-        const Column q = column(w, r.q, 0), v = column(w, r.v, 0), gate = column(w, r.gate, 0);
+        const RecurrentWork::Column q = w.column(r.q, 0), v = w.column(r.v, 0), gate = w.column(r.gate, 0);
         const Vec entry = Vec::set(r.q.scale * r.v.scale), leaves = Vec::set(r.gate.scale);
         const int64_t pieces = ceil_div(r.channels, kChannels);
         each(team, w.call.step.sequences * pieces, 1, [&](int64_t task, int64_t) {
-            const Sequence s = sequence(w, task / pieces);
+            const RecurrentWork::Sequence s = w.sequence(task / pieces);
             const int64_t from = task % pieces * kChannels, to = least(from + kChannels, r.channels);
-            with_rows<kWidest>(r.width, [&](auto width) {
+            with_rows<kWidestConvolution>(r.width, [&](auto width) {
                 for (int64_t c = from; c < to; c += Vec::kWidth) {
                     const int64_t n = least(to - c, Vec::kWidth);
                     convolve<width.value>(
@@ -182,17 +97,17 @@ private:
     }
 
     // Convolves queries, keys and values in place, with silu.
-    void convolve_heads(const Work& w, Team& team) const {
+    void convolve_heads(const RecurrentWork& w, Team& team) const {
         const Recurrence& r = w.r;
         const int64_t values = r.value_heads / r.key_heads * r.value_dim, tasks = 3 * r.key_heads;
         each(team, w.call.step.sequences * tasks, 1, [&](int64_t task, int64_t) {
-            const Sequence s = sequence(w, task / tasks);
+            const RecurrentWork::Sequence s = w.sequence(task / tasks);
             const int64_t which = task % tasks / r.key_heads, h = task % r.key_heads;
             const Part& part = which == 0 ? r.v : which == 1 ? r.q : r.k;
             const int64_t size = which == 0 ? values : r.key_dim, channel = part.channel + h * size;
-            const Column rows = column(w, part, h);
+            const RecurrentWork::Column rows = w.column(part, h);
             const Vec scale = Vec::set(part.scale);
-            with_rows<kWidest>(r.width, [&](auto width) {
+            with_rows<kWidestConvolution>(r.width, [&](auto width) {
                 for (int64_t c = 0; c < size; c += Vec::kWidth) {
                     const int64_t n = least(size - c, Vec::kWidth);
                     convolve<width.value>(
@@ -206,17 +121,17 @@ private:
 
     // Normalises a token's queries and keys where the rule is the delta rule, and computes the rates and
     // decays of its value heads.
-    void prepare_heads(const Work& w, int64_t t) const {
+    void prepare_heads(const RecurrentWork& w, int64_t t) const {
         const Recurrence& r = w.r;
         const int64_t each = r.value_heads / r.key_heads;
         const float least_step = r.least_step > 0.0f && !continues_alone(w, t) ? r.least_step : 0.0f;
         for (int64_t h = 0; h < r.key_heads; ++h) {
             if (r.rule == kDeltaRule) {
-                normalise(column(w, r.q, h).row(t), r.key_dim,
+                normalise(w.column(r.q, h).row(t), r.key_dim,
                           1.0f / std::sqrt(static_cast<float>(r.key_dim)));
-                normalise(column(w, r.k, h).row(t), r.key_dim, 1.0f);
+                normalise(w.column(r.k, h).row(t), r.key_dim, 1.0f);
             }
-            const float *rate = column(w, r.rate, h).row(t), *decay = column(w, r.decay, h).row(t);
+            const float *rate = w.column(r.rate, h).row(t), *decay = w.column(r.decay, h).row(t);
             for (int64_t i = 0; i < each; ++i) {
                 const int64_t head = h * each + i;
                 float speed, shift;
@@ -233,7 +148,7 @@ private:
     }
 
     // Whether a token is the only one of its sequence in this step, and not the sequence's first.
-    static bool continues_alone(const Work& w, int64_t t) {
+    static bool continues_alone(const RecurrentWork& w, int64_t t) {
         const Step& s = w.call.step;
         int64_t n = 0;
         while (s.query_starts[n + 1] <= t)
@@ -250,7 +165,7 @@ private:
         }
     }
 
-    void run_rule(const Work& w, Team& team, int rank) const {
+    void run_rule(const RecurrentWork& w, Team& team, int rank) const {
         const Recurrence& r = w.r;
         // Of many columns each key and query is loaded for more; those of a panel have to fit into L1.
         const bool few = 4 * kVectors * Vec::kWidth * r.key_dim > kPanelBytes;
@@ -258,7 +173,7 @@ private:
         const int64_t pieces = ceil_div(r.value_dim, columns), tasks = r.value_heads * pieces;
         float* panel = panels_ + panel_size_ * rank;
         each(team, w.call.step.sequences * tasks, 1, [&](int64_t task, int64_t) {
-            const Sequence s = sequence(w, task / tasks);
+            const RecurrentWork::Sequence s = w.sequence(task / tasks);
             const int64_t head = task % tasks / pieces, from = task % pieces * columns;
             const int64_t to = least(from + columns, r.value_dim);
             if (to - from == columns && few)
@@ -285,10 +200,11 @@ private:
     // their stride uses a part of L1 only. Measured with a prompt of 1024 tokens, states of 128 x 128 and
     // panels of two vectors, on a Zen 4: 13 times as fast as four vectors of columns in the state.
     template <int V, class Whole>
-    void advance(const Work& w, const Sequence& s, const Columns& columns, Whole) const {
+    void advance(const RecurrentWork& w, const RecurrentWork::Sequence& s, const Columns& columns,
+                 Whole) const {
         const Recurrence& r = w.r;
         const int64_t head = columns.head, each = r.value_heads / r.key_heads, h = head / each;
-        const Column q = column(w, r.q, h), k = column(w, r.k, h), v = column(w, r.v, h);
+        const RecurrentWork::Column q = w.column(r.q, h), k = w.column(r.k, h), v = w.column(r.v, h);
         const int64_t at = head % each * r.value_dim + columns.from, joined = r.value_heads * r.value_dim;
         float* home = s.state + (r.width - 1) * r.channels + head * r.key_dim * r.value_dim + columns.from;
         const bool copies = s.end - s.begin >= kFewestToCopy;
@@ -349,7 +265,7 @@ private:
     }
 
     // Norms and gates the heads' outputs of one token.
-    void leave(const Work& w, int64_t t) const {
+    void leave(const RecurrentWork& w, int64_t t) const {
         const Recurrence& r = w.r;
         const int64_t values = r.value_heads / r.key_heads * r.value_dim,
                       joined = r.value_heads * r.value_dim;
@@ -357,7 +273,7 @@ private:
         const Vec scale = Vec::set(r.gate.scale);
         const auto open = [&] {
             for (int64_t h = 0; h < r.key_heads; ++h) {
-                const float* gate = column(w, r.gate, h).row(t);
+                const float* gate = w.column(r.gate, h).row(t);
                 for (int64_t j = 0; j < values; j += Vec::kWidth) {
                     const int64_t n = least(values - j, Vec::kWidth);
                     float* at = row + h * values + j;
@@ -379,6 +295,7 @@ private:
     float *rates_ = nullptr, *decays_ = nullptr; // `(T, value_heads)`
     float* panels_ = nullptr;                    // of each thread
     int64_t panel_size_ = 0;
+    SelectiveScan selective_;
 };
 
 // Multiplies a row of the attention's output, or of the mixer's in its place, and adds that of a mixer

@@ -35,7 +35,8 @@ public:
         fed_ = scratch.part<float>(tokens_ * hidden);
         joined_ = scratch.part<float>(tokens_ * joined);
         const int64_t few = tokens_ < kManyRows ? tokens_ : 0;
-        const int64_t beside = most(InputBranch::widest(call), StreamRows::widest(call));
+        const int64_t beside =
+            most(most(InputBranch::widest(call), StreamRows::widest(call)), SelectiveScan::widest(call));
         const int64_t widest = most(most(hidden, joined), beside);
         products_.take(
             scratch, {tokens_, most(widest, rounded), few, most(widest, inner), few * kMostColumns}, threads);

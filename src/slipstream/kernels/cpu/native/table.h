@@ -72,6 +72,8 @@
 #include "inputs.h"
 #include "latent.h"
 #include "heads.h"
+#include "recurrent_work.h"
+#include "selective.h"
 #include "recurrence.h"
 #include "streams.h"
 #include "layers.h"
