@@ -244,6 +244,22 @@ _DECODERS = {
             residual_multiplier=0.22,
         ),
     ),
+    "jamba": _decoder(
+        "Jamba",
+        _llama(
+            768,
+            2048,
+            8,
+            (12, 4),
+            attn_layer_period=4,
+            attn_layer_offset=2,
+            num_experts=8,
+            num_experts_per_tok=2,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=16,
+        ),
+    ),
     "mamba2": _decoder(
         "Mamba2",
         {

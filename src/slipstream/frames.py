@@ -59,7 +59,8 @@ class FrameSpec:
 
     Names are paths from the model that was passed in (`LlamaForCausalLM`); an absent part is None. The packed
     batch goes through `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`,
-    the layers, `final_norm`, `project_out`, `head * logit_scale + logit_bias`, `logit_softcap`.
+    the layers, `final_norm`, `project_out`, `out_activation`, `out_norm`, `head * logit_scale + logit_bias`,
+    `logit_softcap`.
 
     Attributes:
         layers: The module list of the layers.
@@ -75,6 +76,8 @@ class FrameSpec:
         attends_padding: The decoder cross-attends to all encoder states and ignores the mask (Whisper).
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.
+        out_activation: A name in `slipstream.ops.activation`, applied to the output of `project_out`.
+        out_norm: The norm after it.
         rotary: The rotary module.
         rotaries: Rotary modules of single types of layers, as pairs of `Rope.layer_type` and path.
         embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where
@@ -108,6 +111,8 @@ class FrameSpec:
     attends_padding: bool = False
     project_in: str | None = None
     project_out: str | None = None
+    out_activation: str | None = None
+    out_norm: str | None = None
     rotary: str | None = None
     rotaries: tuple[tuple[str, str], ...] = ()
     embed_scale: float = 1.0

@@ -81,6 +81,7 @@ class BlockSpec:
         causal: A token sees itself and the tokens before it.
         window: Maximum number of tokens that a token sees, itself included (where not causal: window / 2 on
             each side).
+        chunk: A token sees none of an earlier chunk of so many positions, counted from the sequence's first.
         alibi: One slope per query head; `slope * alibi_scale * key_position` is added to the scores.
         alibi_scale: See `alibi`; differs from 1 where the original adds the slopes before scaling the scores.
         alibi_in_mask: The part of `alibi_scale` that is already contained in the mask transformers passes.
@@ -147,6 +148,7 @@ class BlockSpec:
     cache_repeated: bool = False
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     alibi: tuple[float, ...] | None = None
     alibi_scale: float = 1.0
     alibi_in_mask: float = 0.0

@@ -24,6 +24,7 @@ APART = frozenset(
         "dinov3_vit",
         "gpt_neo",
         "gptj",
+        "llama4_text",
         "falcon_mamba",
         "mamba",
         "mamba2",
@@ -53,6 +54,7 @@ JOINED = (
     "gemma4_text no own inputs",
     "gemma4_unified_text no own inputs",
     "gemma4_unified_text keys as values",
+    "llama4_text two experts, plain heads",
 )
 """Variants of those families whose layers run together after all."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, llama_like, rope, tiny
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Growth, MoE, Norm, QKNorm, Role
 from slipstream.weights.recipe import Conv1D, Stack, Take, Unit
@@ -14,12 +14,14 @@ from slipstream.weights.recipe import Conv1D, Stack, Take, Unit
 def _spec(config: Config, index: int) -> BlockSpec:
     norm = Norm("rms", config.rms_norm_eps)
     rotates = bool(config.no_rope_layers[index])
+    chunked = config.layer_types[index] == "chunked_attention"
     grows = config.attn_temperature_tuning and not rotates
     dense = llama_like(
         config,
         index,
         ffn=config.intermediate_size_mlp,
         qk_norm=QKNorm(norm, after_rope=True) if config.use_qk_norm and rotates else None,
+        chunk=config.attention_chunk_size if chunked else None,
         rope=rope(config, interleaved=True, table="half") if rotates else None,
         # Positions are counted in the cache, padding included.
         growth=Growth(config.attn_scale, config.floor_scale, offset=1, padded=True) if grows else None,
@@ -50,6 +52,7 @@ FAMILY = Family(
     name="llama4_text",
     layers=("Llama4TextDecoderLayer",),
     spec=_spec,
+    frame=llama_frame,
     recipes={
         **LLAMA_RECIPES,
         Role.Q_NORM: Unit(),

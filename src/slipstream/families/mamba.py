@@ -90,7 +90,9 @@ _TINY_2: dict[str, Any] = {
 _TINY: dict[str, Any] = {"state_size": 8, "time_step_rank": 6, "intermediate_size": 128}
 
 
-def _family(name: str, prefix: str, spec: Any, mixer: OwnMixer, *variants: tuple[str, dict[str, Any]]) -> Family:
+def _family(
+    name: str, prefix: str, spec: Any, mixer: OwnMixer, *variants: tuple[str, dict[str, Any]]
+) -> Family:
     return Family(
         name=name,
         layers=(f"{prefix}Block",),

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.families.common import bert_tiny, layer_type, plain_like
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, Norm, Role, Rope
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role, Rope
 from slipstream.weights.recipe import First, Recipe, Stack, Take
 
 
@@ -33,6 +33,21 @@ def _decoder(config: Config, index: int) -> BlockSpec:
     return _layer(config, index, config.sliding_window)
 
 
+def _frame(config: Config) -> FrameSpec:
+    return FrameSpec(
+        layers="model.layers",
+        embed="model.embeddings.tok_embeddings",
+        embed_norm="model.embeddings.norm",
+        norm=Norm("layer", config.norm_eps),
+        final_norm="model.final_norm",
+        project_out="lm_head.dense",
+        out_activation=config.classifier_activation,
+        out_norm="lm_head.norm",
+        head="decoder",
+        rotary="model.rotary_emb",
+    )
+
+
 _RECIPES: dict[Role, Recipe] = {
     Role.ATTN_NORM: Take("attn_norm"),
     Role.QKV: First((Take("attn.Wqkv"), Stack(tuple(f"attn.{part}_proj" for part in "qkv")))),
@@ -43,27 +58,37 @@ _RECIPES: dict[Role, Recipe] = {
 }
 _TINY: dict[str, Any] = {"num_hidden_layers": 5, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
 
-_BIASED: dict[str, Any] = {**_TINY, "norm_bias": True, "attention_bias": True, "mlp_bias": True}
+_BIASED: dict[str, Any] = {
+    **_TINY,
+    "norm_bias": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "classifier_bias": True,
+    "classifier_activation": "silu",
+}
 
 FAMILIES = tuple(
     Family(
         name=name,
         layers=(layer,),
         spec=spec,
+        frame=frame,
         recipes=_RECIPES,
         tiny=(bert_tiny(*built, **_TINY), bert_tiny(*built, label="biases", **_BIASED)),
     )
-    for name, layer, spec, built in (
+    for name, layer, spec, frame, built in (
         (
             "modernbert",
             "ModernBertEncoderLayer",
             _encoder,
+            None,
             ("ModernBertForMaskedLM", "ModernBertConfig"),
         ),
         (
             "modernbert-decoder",
             "ModernBertDecoderLayer",
             _decoder,
+            _frame,
             ("ModernBertDecoderForCausalLM", "ModernBertDecoderConfig"),
         ),
     )

@@ -155,5 +155,17 @@ def selective(*, channels: int, keys: int, rank: int, width: int, norm: Norm | N
         norm: Of the steps' inputs, keys and queries.
     """
     v, gate = Place(0), Place(channels)
-    sizes = {"key_heads": 1, "value_heads": 1, "key_dim": keys, "value_dim": channels}
-    return Recurrence("selective", width, channels, v, v, gate, rank=rank, inner_norm=norm, **sizes)
+    return Recurrence(
+        "selective",
+        width,
+        channels,
+        q=v,
+        v=v,
+        gate=gate,
+        key_heads=1,
+        value_heads=1,
+        key_dim=keys,
+        value_dim=channels,
+        rank=rank,
+        inner_norm=norm,
+    )

@@ -101,6 +101,8 @@ def _visibility(queries: Tensor, keys: Tensor, mask: AttentionMask) -> tuple[Ten
     visible = keys <= queries
     if mask.window is not None:
         visible = visible & (keys > queries - mask.window)
+    if mask.chunk is not None:
+        visible = visible & (keys >= queries - queries % mask.chunk)
     if mask.alibi is None:
         return visible, None
     slopes = mask.alibi.view(-1, *(1 for _ in range(visible.dim())))
@@ -160,6 +162,7 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
         mask = AttentionMask(
             dim**-0.5,
             options.get("window"),
+            options.get("chunk"),
             options.get("softcap"),
             2.0 ** -torch.arange(1.0, heads + 1) if options.get("alibi") else None,
             sinks,
@@ -206,6 +209,10 @@ OP = Op(
             for dim in (33, 80, 96, 128, 256)
         ),
         *(_case(f"{n} tokens", (n,), (n,), heads=(6, 2, 32, 32)) for n in (1, 31, 32, 33, 64, 65, 257)),
+        _case("chunks", (1, 1, 20), (30, 8, 20), chunk=8),
+        _case("chunks upon a cache", (4, 1, 6), (20, 9, 6), chunk=7, softcap=3.0),
+        _case("a chunk that ends with a tile", (130, 1), (130, 200), chunk=64, heads=(3, 1, 16, 32)),
+        _case("chunks of one wider than a tile", (130, 1), (130, 200), chunk=65, heads=(3, 1, 16, 32)),
         _case("window that ends with a tile", (130, 1), (130, 200), window=64, heads=(3, 1, 16, 32)),
         _case("window one wider than a tile", (130, 1), (130, 200), window=65, heads=(3, 1, 16, 32)),
         _case("pages of a prime size", (40, 3), (90, 70), heads=(4, 4, 16, 7)),

@@ -108,9 +108,7 @@ def recur(
     return out
 
 
-def _sequence(
-    rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence, inner: Inner
-) -> Tensor:
+def _sequence(rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence, inner: Inner) -> Tensor:
     """Compute the output `(L, outputs)` of some tokens of one sequence, and update its state."""
     older = spec.width - 1
     past = state[: older * spec.channels].view(older, spec.channels)

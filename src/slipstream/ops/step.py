@@ -78,6 +78,7 @@ class AttentionMask:
     Attributes:
         scale: Multiplies the scores.
         window: A token sees at most this many tokens, including itself.
+        chunk: A token sees no token of an earlier chunk of so many positions.
         softcap: Bounds the scores.
         alibi: `(H,)` float32 slopes; `slope * key_position` is added to the scores.
         sinks: `(H,)` logits that take part in the softmax and carry no value.
@@ -85,6 +86,7 @@ class AttentionMask:
 
     scale: float
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     alibi: Tensor | None = None
     sinks: Tensor | None = None

@@ -149,7 +149,8 @@ def _pages(layer: Any, spec: BlockSpec, prompt: torch.Size) -> tuple[Tensor, Ten
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
         return None
     heads = spec.heads if spec.cache_repeated else spec.kv_heads
-    seen = prompt[1] if spec.window is None else min(prompt[1], spec.window - 1)
+    reach = spec.chunk if spec.window is None else spec.window
+    seen = prompt[1] if reach is None else min(prompt[1], reach - 1)
     for part in (keys, values):
         if part.shape[:2] != (prompt[0], heads) or not seen <= part.shape[2] <= prompt[1]:
             return None

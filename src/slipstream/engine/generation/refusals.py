@@ -266,10 +266,21 @@ def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str |
     kept = _kept_tokens(model, runner)
     if kept is not None and total > kept:
         return f"transformers' cache keeps {kept} tokens, but a layer attends to a different number"
+    if _is_padded(request) and any(
+        block.spec.growth is not None and block.spec.growth.padded for block in runner.blocks
+    ):
+        return "queries are scaled by positions that count padding"
     padding = runner.frame.spec.pos_padding
     if padding is not None and request.encoded and _starts_with(request, padding):
         return "the decoder's prompt contains padding tokens, which have no position"
     return None
+
+
+def _is_padded(request: Request) -> bool:
+    """Whether a row of the prompt begins with padding."""
+    mask = request.inputs.get("attention_mask")
+    mask = _inferred_mask(request) if mask is None else mask
+    return isinstance(mask, Tensor) and not bool((mask != 0).all())
 
 
 def _starts_with(request: Request, token: int) -> bool:

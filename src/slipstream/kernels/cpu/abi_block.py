@@ -30,7 +30,7 @@ class Mask(ctypes.Structure):
         *each(c_float, "scale softcap"),
         *each(c_int32, "window sinks_dtype"),
         ("relative", c_void_p),
-        *each(c_int64, "reach zero"),
+        *each(c_int64, "reach zero chunk"),
     ]
 
 

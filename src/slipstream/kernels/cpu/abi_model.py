@@ -49,6 +49,8 @@ class Frame(ctypes.Structure):
         ("inputs_rows", c_int64),
         *each(c_void_p, "split join"),
         *each(c_int64, "others embed_end"),
+        ("out_norm", Norm),
+        *each(c_int32, "out_activation unused"),
     ]
 
 

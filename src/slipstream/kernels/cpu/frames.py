@@ -15,6 +15,7 @@ from slipstream.kernels.cpu.blocks import refuse_vector
 from slipstream.kernels.cpu.matrix import kept_matrix, matrix_of
 from slipstream.kernels.cpu.norm import norm_of
 from slipstream.kernels.requirements import VectorLike
+from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
 from slipstream.spec import FrameSpec
 
@@ -57,6 +58,9 @@ def refuse_frame(frame: FrameLike) -> str | None:
     for name in _TABLES & matrices.keys():
         if matrices[name].format == "plain" and not (plane := matrices[name].planes[0]).is_contiguous():
             return f"{name}: a table with strides {plane.stride()} is not supported"
+    activation = frame.spec.out_activation
+    if activation is not None and (activation not in KINDS or "project_out" not in matrices):
+        return f"the activation {activation!r} before the vocabulary projection is not supported"
     bias, head = frame.logit_bias, matrices["head"]
     if bias is not None and (
         head.bias is not None or frame.spec.logit_scale != 1.0 or bias.numel() != head.shape[0]
@@ -95,6 +99,7 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
         pos_padding=-1 if spec.pos_padding is None else spec.pos_padding,
         pos_after_norm=int(spec.pos_after_norm),
         embed_scale=frame.embed_factor,
+        out_activation=-1 if spec.out_activation is None else KINDS[spec.out_activation],
         logit_scale=spec.logit_scale,
         softcap=spec.logit_softcap or 0.0,
         pos_dtype=0 if table is None else DTYPES[table.dtype],

@@ -42,6 +42,7 @@ def mask_of(mask: AttentionMask) -> abi.Mask:
         scale=mask.scale,
         softcap=mask.softcap or 0.0,
         window=min(mask.window or 0, _WIDEST),
+        chunk=min(mask.chunk or 0, _WIDEST),
         sinks_dtype=0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
     )
 

@@ -123,9 +123,7 @@ def _matrix(weight: Weight, memory: list[Any]) -> abi.Matrix:
 
 def _norm(weight: Tensor | None, norm: Norm) -> abi.Norm:
     count = 0 if weight is None else weight.numel()
-    return abi.Norm(
-        weight=address(weight), count=count, eps=norm.eps, kind=1, weight_dtype=_dtype(weight)
-    )
+    return abi.Norm(weight=address(weight), count=count, eps=norm.eps, kind=1, weight_dtype=_dtype(weight))
 
 
 def _place(place: Place, begins: list[int], entry: float) -> abi.Part:

@@ -28,6 +28,7 @@ from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, processors, refuse
 from slipstream.ops.bind import Kernel
 from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.paged_attention import paged_attention
 from slipstream.ops.step import AttentionMask, Step
 
 __all__ = ["BUILDS", "KERNELS", "build_of"]
@@ -244,6 +245,8 @@ _paged_attention = operator(
 
 
 def _run(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, *, mask: AttentionMask) -> Tensor:
+    if mask.chunk is not None:
+        return paged_attention(q, k_cache, v_cache, step, mask=mask)
     (keys, k_scales), (values, v_scales) = parts_of(k_cache), parts_of(v_cache)
     return _paged_attention(  # type: ignore[no-any-return]
         q,

@@ -84,6 +84,7 @@ class Block:
         self.mask = AttentionMask(
             scale=spec.scale,
             window=spec.window,
+            chunk=spec.chunk,
             softcap=spec.softcap,
             alibi=None
             if spec.alibi is None

@@ -19,6 +19,7 @@ from slipstream.model.frame.rotary import Rotary
 from slipstream.model.fused.layer_changes import modules_of, numbers_of
 from slipstream.model.weights.packed import weight_of
 from slipstream.ops import Ops
+from slipstream.ops.activation import ACTIVATIONS
 from slipstream.ops.linear import Weight, times
 from slipstream.spec import FrameSpec, Rope
 from slipstream.weights.load import Vector
@@ -27,7 +28,7 @@ __all__ = ["Frame"]
 
 
 _MATRICES = ("embed", "project_in", "project_out", "head", "inputs_embed", "inputs_project")
-_NORMS = ("embed_norm", "final_norm", "inputs_norm")
+_NORMS = ("embed_norm", "final_norm", "inputs_norm", "out_norm")
 
 
 class Frame:
@@ -47,7 +48,7 @@ class Frame:
             rope_table: Path of a `[sin | cos]` table within a layer, where the model has no rotary module.
 
         Raises:
-            AttributeError: A name is not in the model.
+            AttributeError: A name is not in the model, or an activation is not known.
         """
         self.spec, self.ops = spec, ops
         self._parts: dict[str, nn.Module] = {}
@@ -63,6 +64,9 @@ class Frame:
         self.pos_embed = None if spec.pos_embed is None else _table_of(model, spec.pos_embed)
         self._logit_bias = None if spec.logit_bias is None else _table_of(model, spec.logit_bias)
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
+        self.out_norm = part(spec.out_norm)
+        if spec.out_activation is not None and spec.out_activation not in ACTIVATIONS:
+            raise AttributeError(f"the activation {spec.out_activation!r} before the head is not known")
         self.layers: nn.ModuleList = part(spec.layers)
         inputs = spec.inputs
         self.inputs_embed = None if inputs is None else part(inputs.embed)
@@ -235,6 +239,10 @@ class Frame:
             x = self._norm(self.final_norm, x)
         if self.project_out is not None:
             x = self._linear(self.project_out, x)
+        if spec.out_activation is not None:
+            x = ACTIVATIONS[spec.out_activation](x)
+        if self.out_norm is not None:
+            x = self._norm(self.out_norm, x)
         logits = self._linear(self.head, x)
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale

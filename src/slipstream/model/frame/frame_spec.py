@@ -18,6 +18,7 @@ _PATHS = (
     "pos_embed",
     "project_in",
     "project_out",
+    "out_norm",
     "rotary",
     "logit_bias",
 )

@@ -127,7 +127,7 @@ class Chain:
     def read(self, block: Block, mask: Tensor | None) -> Tensor | None | bool:
         """Return the result of `real_tokens`, or of `sees_all` with a cache, for a layer's mask."""
         spec = block.spec
-        key = (id(mask), spec.causal, spec.window, spec.mask, spec.alibi is None)
+        key = (id(mask), spec.causal, spec.window, spec.chunk, spec.mask, spec.alibi is None)
         if key not in self.masks:
             if mask is not None:
                 self.watch(mask)

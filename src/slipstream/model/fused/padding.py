@@ -56,6 +56,8 @@ def real_tokens(
     Returns:
         `(B, S)` bool; None where all tokens are real; False where the mask hides anything but padding.
     """
+    if spec.chunk is not None and length > spec.chunk:
+        return False
     if mask is None:
         # Without a mask, an encoder's layer sees all tokens, regardless of its window.
         narrow = not spec.causal and spec.window is not None and length > spec.window // 2 + 1
@@ -93,6 +95,8 @@ def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, room
         keys: L, number of tokens including the cached ones.
         room: Size of a static cache, whose slots after the keys must be hidden; None for a growing cache.
     """
+    if spec.chunk is not None and keys > spec.chunk:
+        return False
     room = keys if room is None else room
     if mask is None:
         # Without a mask, a single token would also see the unused slots after it.

@@ -17,6 +17,7 @@ struct Mask {
     const float* relative;
     int64_t reach; // columns of `relative`; no two tokens of a sequence may be farther apart
     int64_t zero;  // the column of distance 0; those before it are for keys after the query
+    int64_t chunk; // 0: none; otherwise a causal query sees no key of an earlier chunk of so many positions
 };
 
 // Over what queries and keys are normalized: each head, with a weight `(D,)` for all or `(H * D,)`; or all

@@ -31,6 +31,8 @@ struct Frame {
     // Tokens with this id or a higher one are refused, and end a call of several steps: they have no row in
     // `embed`, whatever its size; 0: all rows are used
     int64_t embed_end;
+    Norm out_norm;                  // of the output of project_out, after its activation
+    int32_t out_activation, unused; // -1: none
 };
 
 // Number of words in the state of a Mersenne Twister.

@@ -230,12 +230,13 @@ private:
 
     // The keys [first, end) that causality and window allow for the query at a position.
     int64_t first_of(int64_t position) const {
-        const int64_t window = a_.mask->window;
-        return !window ? 0 : position - (a_.causal ? window - 1 : window / 2);
+        const int64_t window = a_.mask->window, chunk = a_.mask->chunk;
+        return chunk     ? position - position % chunk
+               : !window ? 0
+                         : position - (a_.causal ? window - 1 : window / 2);
     }
     int64_t end_of(int64_t position) const {
-        const int64_t window = a_.mask->window;
-        return a_.causal ? position + 1 : window ? position + window / 2 + 1 : item_.end;
+        return a_.causal ? position + 1 : a_.mask->window ? position + a_.mask->window / 2 + 1 : item_.end;
     }
 
     // Compute the range [from, to) within [key, key + n) that a row sees.
@@ -252,10 +253,10 @@ private:
         if (mask.alibi || mask.relative || a_.bias || a_.k_scales || mask.softcap != 0.0f ||
             !(mask.scale > 0.0f))
             return false;
-        if (!mask.window)
-            return true;
-        const bool one_head = room_.head[row] == room_.head[row + count - 1];
-        return first_of(item_.position + (one_head ? room_.query[row + count - 1] : item_.count - 1)) <= key;
+        const bool one_head = room_.head[row] == room_.head[row + count - 1],
+                   all = !mask.window && !mask.chunk;
+        const int64_t last = one_head ? room_.query[row + count - 1] : item_.count - 1;
+        return all || first_of(item_.position + last) <= key;
     }
 
     // Process a strip for which `sees_plainly` holds.

@@ -164,6 +164,11 @@ Status around(const ModelCall& call) {
         status, exact_matrix(f.head, f.head.outputs, f.project_out.outputs ? f.project_out.outputs : hidden));
     status =
         first_of(status, first_of(norm(f.embed_norm, hidden, hidden), norm(f.final_norm, hidden, hidden)));
+    const int64_t out = f.project_out.outputs;
+    if (f.out_activation < -1 || (f.out_activation >= 0 && (!out || !is_activation(f.out_activation, 0))) ||
+        (f.out_norm.kind != kNoNorm && !out))
+        return kUnsupported;
+    status = first_of(status, out ? norm(f.out_norm, out, out) : kOk);
     if (status != kOk || (!f.project_in.outputs && f.embed.inputs != hidden))
         return first_of(status, kShape);
     if (!fits(call.stack.step.tokens, f.embed.inputs) || !fits(call.rows, f.head.inputs) ||

@@ -166,6 +166,8 @@ Status norm(const Norm& n, int64_t count, int64_t other_count) {
 }
 
 Status mask(const Mask& m) {
+    if (m.chunk < 0 || m.chunk >= kLargest || (m.chunk && m.window))
+        return kUnsupported;
     if (m.window < 0 || !(m.softcap >= 0.0f))
         return kUnsupported;
     if (m.alibi && !is_aligned(m.alibi, 4))

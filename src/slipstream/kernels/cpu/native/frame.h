@@ -250,7 +250,12 @@ private:
                          [&](int64_t begin, int64_t end) {
                              multiply(x, frame_.project_out, begin, end, projected_.full + begin, width);
                          });
-            each_one(team, call_.rows, [&](int64_t r) { projected_.filled(r); });
+            each_one(team, call_.rows, [&](int64_t r) {
+                if (frame_.out_activation >= 0)
+                    activate_row(frame_.out_activation, projected_.row(r), nullptr, width);
+                norm_row(projected_.row(r), projected_.row(r), width, frame_.out_norm);
+                projected_.filled(r);
+            });
         }
         head(out ? projected_ : normed_, team, rank, step);
     }
