@@ -16,7 +16,7 @@ from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_module, check_settings
 from slipstream.engine.few_tokens import Small
 from slipstream.engine.frames import find_frame, is_part
-from slipstream.engine.generation.encoder_decoder import may_be_whole
+from slipstream.engine.generation.encoder_decoder import TakesEncoderStates, may_be_whole
 from slipstream.engine.generation.options import prepare_road, together
 from slipstream.engine.generation.protocols import Whole
 from slipstream.engine.generation.runner import Runner
@@ -316,6 +316,8 @@ def _about_road(
     """Return a note if generate runs layers one at a time, or not at all."""
     if runner is None:
         return [f"generate runs transformers' own loop: {why_none}"] if blocks and why_none else []
+    if isinstance(runner.whole, TakesEncoderStates):
+        return []
     apart = why_apart(device, road, runner.cache_dtype)
     return [] if apart is None else [f"the layers of a step run one at a time: {apart}"]
 

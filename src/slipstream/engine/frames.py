@@ -59,7 +59,13 @@ def find_frame(
     can_generate = getattr(model, "can_generate", None)
     if not fused or can_generate is None or not can_generate():
         return None, ""
-    whole = _is_whole(model, fused[0].root)
+    inner = _decoder_of(model)
+    fused = [found for found in fused if found.name.startswith(inner)]
+    if inner and getattr(model, "enc_to_dec_proj", None) is not None:
+        return None, f"{type(model).__name__} projects the encoder's states"
+    if not fused:
+        return None, "the decoder's layers are not fused"
+    whole = bool(inner) or _is_whole(model, fused[0].root)
     if not whole:
         kind = type(model).__name__
         fused = _of_text(model, fused)
@@ -73,6 +79,8 @@ def find_frame(
     if spec is None or family is None:
         return None, why
     if any(found.spec is not None and found.spec.cross is not None for found in layers):
+        if not getattr(model_config, "is_encoder_decoder", False):
+            return None, "the model has no encoder, whose states its layers attend to"
         fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
     if whole:
         frame = _prove(model, family, spec, fused, verdicts, ops)
@@ -125,10 +133,27 @@ def _spec(
     family = fused[0].family
     if family is None or family.frame is None:
         return None, "the family describes no embedding, norm and head around the layers"
-    spec = family.frame(model_config if whole else text_config(model, fused[0].root))
+    inner = _decoder_of(model)
+    if inner:
+        config = model.get_submodule(inner.removesuffix(".")).config
+    else:
+        config = model_config if whole else text_config(model, fused[0].root)
+    spec = family.frame(config)
     if spec is None:
         return None, f"{family.name} does not support the embedding, norm or head of this configuration"
+    if inner:
+        moved = frame_within(spec, inner + spec.layers)
+        return moved, "" if moved is not None else "the decoder has its layers at an unexpected path"
     return (replace(spec, embedders=()), "") if whole else _within(model, spec, fused)
+
+
+def _decoder_of(model: nn.Module) -> str:
+    """Return the path of the decoder, with a dot, in a model made of an encoder of pictures and a decoder.
+
+    Its forward gives the decoder the encoder's states and no mask. Empty for any other model.
+    """
+    made = any(kind.__name__ == "VisionEncoderDecoderModel" for kind in type(model).__mro__)
+    return "decoder." if made else ""
 
 
 def text_config(model: nn.Module, root: str) -> Any:
@@ -144,7 +169,7 @@ def text_config(model: nn.Module, root: str) -> Any:
 
 def is_part(model: nn.Module, frame: Frame) -> bool:
     """Whether a frame's language model is a part of a larger model, with vision or audio."""
-    return not _is_whole(model, frame.spec.root)
+    return not _decoder_of(model) and not _is_whole(model, frame.spec.root)
 
 
 def _is_whole(model: nn.Module, root: str) -> bool:

@@ -85,10 +85,8 @@ def _by_place(make: Callable[[Config, Place], BlockSpec], place: Place) -> Calla
     return lambda config, index: make(config, place)
 
 
-def bart_frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None:
-    """Return the frame around the decoder's layers; None if the model has no encoder."""
-    if not config.is_encoder_decoder:
-        return None
+def bart_frame(config: Config, place: Place, **changes: Any) -> FrameSpec:
+    """Return the frame around the decoder's layers, whether its model has an encoder or is one's decoder."""
     frame = FrameSpec(
         layers="model.decoder.layers",
         embed="model.decoder.embed_tokens",
@@ -97,13 +95,20 @@ def bart_frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None
         head="lm_head",
         norm=Norm("layer", 1e-5),
         final_norm="model.decoder.layer_norm" if place == "pre" else None,
-        logit_bias="final_logits_bias",
+        logit_bias="final_logits_bias" if config.is_encoder_decoder else None,
     )
     if changes.pop("pos_padding", False):
         # Positions count from `pad_token_id + 1`, over tokens that are not padding.
         padding = int(config.pad_token_id)
         changes |= {"pos_padding": padding, "pos_offset": padding + 1}
     return replace(frame, **changes)
+
+
+def _trocr_frame(config: Config) -> FrameSpec:
+    embed_norm = "model.decoder.layernorm_embedding" if config.layernorm_embedding else None
+    changes: dict[str, Any] = {"embed_norm": embed_norm, "head": "output_projection", "logit_bias": None}
+    changes |= {"pos_offset": 2} if config.use_learned_position_embeddings else {"pos_padding": True}
+    return bart_frame(config, "post", **changes)
 
 
 _SMALL = {"embed_norm": "model.decoder.layernorm_embedding", "pos_after_norm": True}
@@ -113,7 +118,7 @@ _NORMED = {"embed_norm": "model.decoder.layernorm_embedding", "pos_offset": 2}
 def _family(
     name: str, prefix: str, place: Place, *more: Tiny, around: Mapping[str, Any], **options: Any
 ) -> Family:
-    def frame(config: Config) -> FrameSpec | None:
+    def frame(config: Config) -> FrameSpec:
         return bart_frame(config, place, **around)
 
     return Family(
@@ -148,6 +153,7 @@ FAMILIES = (
         layers=("TrOCRDecoderLayer",),
         spec=_trocr,
         recipes=BART_RECIPES,
+        frame=_trocr_frame,
         tiny=(_tiny("TrOCR", model="ForCausalLM"),),
     ),
 )

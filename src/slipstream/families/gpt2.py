@@ -14,7 +14,10 @@ from slipstream.weights.recipe import Conv1D, Interleaved, Recipe, Take
 def _gpt2(config: Config, index: int) -> BlockSpec:
     scale = _scale(config)
     return gpt_like(
-        config, index, scale=scale / (index + 1) if config.scale_attn_by_inverse_layer_idx else scale
+        config,
+        index,
+        scale=scale / (index + 1) if config.scale_attn_by_inverse_layer_idx else scale,
+        cross=config.n_embd if config.add_cross_attention else None,
     )
 
 
@@ -61,9 +64,14 @@ FAMILIES = (
         name="gpt2",
         layers=("GPT2Block",),
         spec=_gpt2,
-        recipes=_recipes(Conv1D("attn.c_attn"), Conv1D),
+        recipes={
+            **_recipes(Conv1D("attn.c_attn"), Conv1D),
+            Role.CROSS_NORM: Take("ln_cross_attn"),
+            Role.CROSS_Q: Conv1D("crossattention.q_attn"),
+            Role.CROSS_KV: Conv1D("crossattention.c_attn"),
+            Role.CROSS_OUT: Conv1D("crossattention.c_proj"),
+        },
         frame=gpt_frame,
-        refuse=_refuse,
         tiny=(
             _tiny("GPT2LMHeadModel", "GPT2Config"),
             _tiny(

@@ -37,6 +37,8 @@ MODES = ("greedy_search", "sample", *BEAMS)
 
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
 _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
+_PICTURES = frozenset({"pixel_values", "interpolate_pos_encoding"})
+"""Inputs of an encoder of pictures, which transformers runs before it hands over."""
 
 
 def why_not_packed(
@@ -71,7 +73,7 @@ def why_not_packed(
         return mode
     if takes_over and config.get_generation_mode(None).value in BEAMS:
         return "the engine has no beam search for models with images or audio"
-    if not takes_over and (extra := _others(request)):
+    if not takes_over and (extra := _others(model, request)):
         return f"the call has model inputs that the engine does not support: {', '.join(extra)}"
     for name in (
         "output_attentions",
@@ -113,9 +115,11 @@ def _methods() -> frozenset[str]:
     return frozenset(name for name, value in vars(GenerationMixin).items() if callable(value))
 
 
-def _others(request: Request) -> list[str]:
+def _others(model: nn.Module, request: Request) -> list[str]:
     """List the call's model inputs that the engine road does not support."""
     own = _OWN_OF_PAIRS if request.encoded else _OWN
+    if request.encoded and getattr(model, "main_input_name", None) == "pixel_values":
+        own |= _PICTURES
     given = request.inputs.items()
     return [name for name, value in given if name not in own and value is not None and value is not False]
 
