@@ -59,19 +59,9 @@ def find_frame(
     can_generate = getattr(model, "can_generate", None)
     if not fused or can_generate is None or not can_generate():
         return None, ""
-    inner = _decoder_of(model)
-    fused = [found for found in fused if found.name.startswith(inner)]
-    if inner and getattr(model, "enc_to_dec_proj", None) is not None:
-        return None, f"{type(model).__name__} projects the encoder's states"
+    fused, whole, why = _on_the_road(model, fused, alone=alone)
     if not fused:
-        return None, "the decoder's layers are not fused"
-    whole = bool(inner) or _is_whole(model, fused[0].root)
-    if not whole:
-        kind = type(model).__name__
-        fused = _of_text(model, fused)
-        if not fused or not alone:
-            how = "" if alone else ", split over ranks or streamed"
-            return None, f"the language model is a part of {kind}{how}"
+        return None, why
     if not alone and any(found.spec is not None and found.spec.recurrence is not None for found in fused):
         return None, "layers that keep a state per sequence are split over ranks or streamed"
     family = fused[0].family
@@ -98,6 +88,21 @@ def find_frame(
             return (None, shared) if frame.angles_share_a_length else (frame, "")
         why = why or str(frame)
     return None, why
+
+
+def _on_the_road(model: nn.Module, fused: Sequence[Found], *, alone: bool) -> tuple[list[Found], bool, str]:
+    """Return the layers among which the road's are, whether they are the model's own, and why there are none."""
+    kind = type(model).__name__
+    if inner := _decoder_of(model):
+        if getattr(model, "enc_to_dec_proj", None) is not None:
+            return [], True, f"{kind} projects the encoder's states"
+        inside = [found for found in fused if found.name.startswith(inner)]
+        return inside, True, "the decoder's layers are not fused"
+    if _is_whole(model, fused[0].root):
+        return list(fused), True, ""
+    how = "" if alone else ", split over ranks or streamed"
+    inside = _of_text(model, fused) if alone else []
+    return inside, False, f"the language model is a part of {kind}{how}"
 
 
 def _prove(
