@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["SUBJECTS", "TASKS", "TINY", "Kind", "Subject", "Task", "inputs_of", "like", "make"]
 
-Kind = Literal["decoder", "encoder", "vision", "encoder-decoder", "speech", "sound"]
+Kind = Literal["decoder", "encoder", "vision", "encoder-decoder", "reading", "speech", "sound"]
 
 _FIRST_TOKEN = 5
 """The tokens below are special ones in most vocabularies."""
@@ -81,6 +81,7 @@ TASKS: Mapping[Kind, tuple[Task, ...]] = {
         Task("generate_8x64", 8, 64, new_tokens=16),
         Task("beams_4x64", 1, 64, new_tokens=16, beams=4),
     ),
+    "reading": (Task("read_1", 1, new_tokens=16), Task("read_4", 4, new_tokens=16)),
     "speech": (Task("generate_30s", 1, new_tokens=16),),
     "sound": (Task("encode_1s", 1),),
 }
@@ -128,6 +129,25 @@ def _bart(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
         **{f"{side}_ffn_dim": ffn for side in ("encoder", "decoder")},
         **{f"{side}_attention_heads": heads for side in ("encoder", "decoder")},
     }
+
+
+_DEIT = {"num_attention_heads": 6, "intermediate_size": 1536, "image_size": 384}
+
+
+def _reading(encoder: Mapping[str, Any], layers: int) -> Subject:
+    """Return a model of a DeiT that reads pictures and a TrOCR decoder."""
+    decoder = {
+        "model_type": "trocr",
+        "vocab_size": 32000,
+        "d_model": 256,
+        "decoder_layers": layers,
+        "decoder_attention_heads": 8,
+        "decoder_ffn_dim": 1024,
+        "cross_attention_hidden_size": encoder["hidden_size"],
+    }
+    parts = {"encoder": {"model_type": "deit", **encoder}, "decoder": decoder}
+    tokens = {"decoder_start_token_id": 2, "pad_token_id": 1}
+    return Subject("reading", "VisionEncoderDecoderModel", "VisionEncoderDecoderConfig", {**parts, **tokens})
 
 
 _DECODERS = {
@@ -337,6 +357,8 @@ _ENCODERS = {
     "deberta_v2": Subject("encoder", "DebertaV2Model", "DebertaV2Config", _DEBERTA),
 }
 _OTHERS = {
+    # The sizes of trocr-small, with half of the layers.
+    "trocr": _reading({**_DEIT, "hidden_size": 384, "num_hidden_layers": 6}, 6),
     "vit": Subject("vision", "ViTModel", "ViTConfig", {}),
     "dinov2": Subject(
         "vision",
@@ -384,6 +406,7 @@ TINY: Mapping[str, Subject] = {
     "tiny_bert": Subject("encoder", "BertModel", "BertConfig", _TINY_TEXT),
     "tiny_vit": Subject("vision", "ViTModel", "ViTConfig", {**_TINY_SEEN, "image_size": 64}),
     "tiny_bart": Subject("encoder-decoder", "BartForConditionalGeneration", "BartConfig", _TINY_PAIR),
+    "tiny_trocr": _reading({**_TINY_SEEN, "image_size": 64}, 1),
     "tiny_whisper": Subject(
         "speech",
         "WhisperForConditionalGeneration",
@@ -425,6 +448,9 @@ def inputs_of(subject: Subject, task: Task, config: Any, *, seed: int = 1) -> di
     match subject.kind:
         case "vision":
             side = config.image_size
+            return {"pixel_values": torch.randn(task.batch, 3, side, side, generator=generator)}
+        case "reading":
+            side = config.encoder.image_size
             return {"pixel_values": torch.randn(task.batch, 3, side, side, generator=generator)}
         case "speech":
             features = torch.randn(task.batch, config.num_mel_bins, _FRAMES, generator=generator)
