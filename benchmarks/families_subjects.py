@@ -134,15 +134,15 @@ def _bart(width: int, ffn: int, layers: int, heads: int) -> dict[str, Any]:
 _DEIT = {"num_attention_heads": 6, "intermediate_size": 1536, "image_size": 384}
 
 
-def _reading(encoder: Mapping[str, Any], layers: int) -> Subject:
+def _reading(encoder: Mapping[str, Any], layers: int, vocabulary: int, width: int) -> Subject:
     """Return a model of a DeiT that reads pictures and a TrOCR decoder."""
     decoder = {
         "model_type": "trocr",
-        "vocab_size": 32000,
-        "d_model": 256,
+        "vocab_size": vocabulary,
+        "d_model": width,
         "decoder_layers": layers,
         "decoder_attention_heads": 8,
-        "decoder_ffn_dim": 1024,
+        "decoder_ffn_dim": 4 * width,
         "cross_attention_hidden_size": encoder["hidden_size"],
     }
     parts = {"encoder": {"model_type": "deit", **encoder}, "decoder": decoder}
@@ -358,7 +358,7 @@ _ENCODERS = {
 }
 _OTHERS = {
     # The sizes of trocr-small, with half of the layers.
-    "trocr": _reading({**_DEIT, "hidden_size": 384, "num_hidden_layers": 6}, 6),
+    "trocr": _reading({**_DEIT, "hidden_size": 384, "num_hidden_layers": 6}, 6, 32000, 256),
     "vit": Subject("vision", "ViTModel", "ViTConfig", {}),
     "dinov2": Subject(
         "vision",
@@ -406,7 +406,7 @@ TINY: Mapping[str, Subject] = {
     "tiny_bert": Subject("encoder", "BertModel", "BertConfig", _TINY_TEXT),
     "tiny_vit": Subject("vision", "ViTModel", "ViTConfig", {**_TINY_SEEN, "image_size": 64}),
     "tiny_bart": Subject("encoder-decoder", "BartForConditionalGeneration", "BartConfig", _TINY_PAIR),
-    "tiny_trocr": _reading({**_TINY_SEEN, "image_size": 64}, 1),
+    "tiny_trocr": _reading({**_TINY_SEEN, "image_size": 64}, 1, 512, 64),
     "tiny_whisper": Subject(
         "speech",
         "WhisperForConditionalGeneration",
