@@ -261,12 +261,16 @@ def one(variant: tuple[Family, Tiny], seed: int) -> tuple[str, list[str]]:
     except Exception as error:
         return "refused", [f"init {type(error).__name__}: {str(error)[:300]} {changed}"]
     wrong = []
-    for name, run in calls_of(original.config, draw, vocabulary):
+    calls = calls_of(original.config, draw, vocabulary)
+    for name, run in calls:
         if name != "plain" and draw.random() < 0.5:
             continue
         expected, got = answers(original, run), answers(engine, run)
         problem = compare(expected, got)
         if problem.startswith("other tokens") and _tied(expected, got):
+            continue
+        # With a static cache GPT-Neo's windows are wrong: then the answer is what it gives with a growing one.
+        if problem and name == "static" and not compare(answers(original, dict(calls)["greedy"]), got):
             continue
         if problem and not (problem.startswith("off") and _rounds_no_more(original, run, expected, got)):
             wrong.append(f"{name}: {problem} {changed}")

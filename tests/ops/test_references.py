@@ -202,6 +202,7 @@ def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Any, *, 
             for h in range(q.shape[1]):
                 head = h * k.shape[1] // q.shape[1]
                 first = 0 if mask.window is None else max(0, position - mask.window + 1)
+                first = first if mask.chunk is None else mask.chunk * (position // mask.chunk)
                 row = (k[first : position + 1, head] @ q[token, h]) * mask.scale
                 row = row if mask.softcap is None else mask.softcap * torch.tanh(row / mask.softcap)
                 if mask.alibi is not None:

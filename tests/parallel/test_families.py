@@ -43,9 +43,10 @@ KEEP_THEIR_CODE = (
     "bitnet",  # a norm within each branch
     "pegasus_x",  # blocks beside global tokens
     "t5gemma2",  # its decoder's attention meets an encoder's keys, too
-    *("grids", "longt5", "swin", "swinv2"),  # attention of the family's own
+    *("deberta-v2", "grids", "longt5", "swin", "swinv2"),  # attention of the family's own
     *("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),  # attention to chosen tokens
     *("doge", "falcon_h1", "jetmoe", "longcat_flash"),  # branches in an order of their own
+    *("falcon_mamba", "mamba", "mamba2"),  # state spaces alone
     *("mllama_vision_model", "nemotron_h", "xmod"),  # the same
     *("gemma3n_text", "gemma4_text", "gemma4_unified_text"),  # keys and values that layers lend each other
 )
