@@ -269,7 +269,7 @@ def one(variant: tuple[Family, Tiny], seed: int) -> tuple[str, list[str]]:
         problem = compare(expected, got)
         if problem.startswith("other tokens") and _tied(expected, got):
             continue
-        # With a static cache GPT-Neo's windows are wrong: then the answer is what it gives with a growing one.
+        # GPT-Neo's windows are wrong with a static cache: the answer is what it gives with a growing one.
         if problem and name == "static" and not compare(answers(original, dict(calls)["greedy"]), got):
             continue
         if problem and not (problem.startswith("off") and _rounds_no_more(original, run, expected, got)):
