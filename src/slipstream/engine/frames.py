@@ -91,7 +91,7 @@ def find_frame(
 
 
 def _on_the_road(model: nn.Module, fused: Sequence[Found], *, alone: bool) -> tuple[list[Found], bool, str]:
-    """Return the layers around the road, whether they are the model's own, and why there are none."""
+    """Return the layers to choose from, whether the model has them itself, and why there are none."""
     kind = type(model).__name__
     if inner := _decoder_of(model):
         if getattr(model, "enc_to_dec_proj", None) is not None:
