@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_bytes_are_those_of_the_weights() -> None:
         report = inject(model, dtype=torch.bfloat16).report()
         assert [layer.bytes for layer in report.layers] == sizes
         assert {layer.format for layer in report.layers} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1"])
+def test_bytes_count_state_spaces(name: str) -> None:
+    model: Any = peaked_model(next(v for v in VARIANTS if v[0].name == name)[1])
+    layers = model.get_decoder().layers if name != "mamba" else model.backbone.layers
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    assert [layer.bytes for layer in inject(model).report().layers] == sizes
 
 
 def test_the_table_can_be_read() -> None:

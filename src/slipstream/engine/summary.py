@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.devices import Device
 from slipstream.formats import Format
@@ -89,7 +90,7 @@ def summary(
         kernels = {} if part is None else dict(part.kernels)
         kernels |= {"linear": packed[found.name]} if found.name in packed else {}
         kernels = kernels if block is None else block.ops.names()
-        size = block.weights.nbytes if block is not None else packed_bytes(found.layer)
+        size = packed_bytes(found.layer) if block is None else block.weights.nbytes + _beside(found)
         error = verdict.max_error if level != "module" or part is None else part.max_error
         family = None if found.family is None else found.family.name
         holds = settings.format.bits and (block is not None or found.name in packed)
@@ -111,3 +112,10 @@ def summary(
     levels = {row.level for row in rows}
     level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"
     return Report(level, str(device.torch_device), tuple(notes), tuple(rows))
+
+
+def _beside(found: Found) -> int:
+    """Return the bytes of a fused layer's parts that are not in its block, such as a state space."""
+    own = () if found.family is None or found.spec is None else found.family.own_parts(found.spec)
+    parts = (operator.attrgetter(path)(found.layer) for path in own)
+    return sum(part.nbytes if isinstance(part, Tensor) else packed_bytes(part) for part in parts)
