@@ -115,7 +115,10 @@ def summary(
 
 
 def _beside(found: Found) -> int:
-    """Return the bytes of a fused layer's parts that are not in its block, such as a state space."""
+    """Return the bytes of a fused layer's parts that are not in its block, such as a state space.
+
+    A part may be None: a layer that reads another's choice of keys has no indexer of its own.
+    """
     own = () if found.family is None or found.spec is None else found.family.own_parts(found.spec)
-    parts = (operator.attrgetter(path)(found.layer) for path in own)
+    parts = [part for path in own if (part := operator.attrgetter(path)(found.layer)) is not None]
     return sum(part.nbytes if isinstance(part, Tensor) else packed_bytes(part) for part in parts)
