@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.errors import DeviceError
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.frames import refuse_frame
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from tests.families.sweep import VARIANTS, label
 from tests.helpers.libraries import library
 from tests.kernels.test_model import TOLERANCE as LOGITS
-from tests.kernels.test_model import Sessions
+from tests.kernels.test_model import Sessions, hold_every_step, refuses_frame
 from tests.kernels.test_stack import (
-    CHUNK,
-    DECODE,
-    MANY,
     PREFILL,
-    SINGLE,
-    TOLERANCE,
     Change,
     Rounds,
     accepted,
@@ -41,11 +35,7 @@ BY_NAME = {label(v): v for v in VARIANTS if v[0].name in ("modernbert-decoder", 
 def test_every_instruction_set(name: str, isa: str) -> None:
     library(isa)
     engine = accepted(BY_NAME[name], torch.float32)
-    rounds, steps = Rounds(engine, isa), Sessions(engine, isa)
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
-        assert rounds.error(spans) <= TOLERANCE[torch.float32]
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
-        assert steps.error(spans) <= LOGITS[torch.float32]
+    hold_every_step(engine, isa)
 
 
 FRAMES: dict[str, Change] = {
@@ -61,13 +51,7 @@ FRAMES: dict[str, Change] = {
 @pytest.mark.parametrize("what", FRAMES)
 def test_frames_that_contradict_themselves_are_refused(what: str) -> None:
     runs = Sessions(accepted(BY_NAME["modernbert-decoder"], torch.float32), "baseline")
-    owner, field, value = FRAMES[what](runs.session._struct)
-    before = getattr(owner, field)
-    setattr(owner, field, value)
-    with pytest.raises(DeviceError, match="refuses its arguments"):
-        runs.session.logits(runs.step(PREFILL))
-    setattr(owner, field, before)
-    assert runs.error(PREFILL) <= LOGITS[torch.float32]
+    refuses_frame(runs, FRAMES[what])
 
 
 def test_an_activation_without_a_product_is_left_to_the_reference() -> None:

@@ -31,7 +31,18 @@ from slipstream.ops.noise import Noise, RowNoise
 from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
 from tests.families.sweep import VARIANTS, label
-from tests.kernels.test_stack import CHUNK, DECODE, PREFILL, SINGLE, accepted, refuse_to_run
+from tests.kernels.test_stack import (
+    CHUNK,
+    DECODE,
+    MANY,
+    PREFILL,
+    SINGLE,
+    Change,
+    Rounds,
+    accepted,
+    refuse_to_run,
+)
+from tests.kernels.test_stack import TOLERANCE as STACK_TOLERANCE
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 """Of the largest logit; in bfloat16 the reference rounds after every operation."""
@@ -102,6 +113,29 @@ class Sessions:
 def sessions(name: str, dtype: torch.dtype = torch.float32, isa: str = BEST) -> Sessions:
     variant = next(v for v in VARIANTS if v[0].name == name)
     return Sessions(accepted(variant, dtype), isa)
+
+
+def hold_every_step(engine: slipstream.InferenceEngine, isa: str) -> None:
+    """Check that one call for all layers, and one for a whole step, do what the parts do one by one."""
+    rounds, steps = Rounds(engine, isa), Sessions(engine, isa)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
+        assert rounds.error(spans) <= STACK_TOLERANCE[torch.float32]
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+        assert steps.error(spans) <= TOLERANCE[torch.float32]
+
+
+def refuses_frame(runs: Sessions, change: Change) -> None:
+    """Check that the library refuses a changed frame, writes nothing, and runs the unchanged one after it."""
+    owner, field, value = change(runs.session._struct)
+    before = getattr(owner, field)
+    setattr(owner, field, value)
+    written = [part.clone() for kept in runs.caches[1].layers for part in kept.parts]
+    with pytest.raises(DeviceError, match="refuses its arguments"):
+        runs.session.logits(runs.step(PREFILL))
+    parts = [part for kept in runs.caches[1].layers for part in kept.parts]
+    assert all(torch.equal(a, b) for a, b in zip(parts, written, strict=True))
+    setattr(owner, field, before)
+    assert runs.error(PREFILL) <= TOLERANCE[torch.float32]
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from slipstream.spec import lender_of
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
 from tests.kernels.test_model import TOLERANCE as LOGITS
-from tests.kernels.test_model import Sessions
+from tests.kernels.test_model import Sessions, hold_every_step, refuses_frame
 from tests.kernels.test_stack import (
     CHUNK,
     DECODE,
-    MANY,
     PREFILL,
     SINGLE,
     TOLERANCE,
@@ -64,11 +63,7 @@ NARROWED = [
 def test_every_instruction_set(name: str, isa: str) -> None:
     library(isa)  # or nothing is built for it
     engine = accepted(BY_NAME[name], torch.float32)
-    rounds, steps = Rounds(engine, isa), Sessions(engine, isa)
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
-        assert rounds.error(spans) <= TOLERANCE[torch.float32]
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
-        assert steps.error(spans) <= LOGITS[torch.float32]
+    hold_every_step(engine, isa)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -261,16 +256,7 @@ FRAMES: dict[str, Change] = {
 @pytest.mark.parametrize("what", FRAMES)
 def test_frames_that_contradict_their_layers_are_refused(what: str) -> None:
     runs = Sessions(accepted(BY_NAME["gemma4_text shared"], torch.float32), "baseline")
-    owner, field, value = FRAMES[what](runs.session._struct)
-    before = getattr(owner, field)
-    setattr(owner, field, value)
-    written = [part.clone() for kept in runs.caches[1].layers for part in kept.parts]
-    with pytest.raises(DeviceError, match="refuses its arguments"):
-        runs.session.logits(runs.step(PREFILL))
-    parts = [part for kept in runs.caches[1].layers for part in kept.parts]
-    assert all(torch.equal(a, b) for a, b in zip(parts, written, strict=True))
-    setattr(owner, field, before)
-    assert runs.error(PREFILL) <= LOGITS[torch.float32]
+    refuses_frame(runs, FRAMES[what])
 
 
 def test_a_placeholder_for_a_token_that_does_not_exist_is_refused() -> None:

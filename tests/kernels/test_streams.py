@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import library as native
@@ -18,12 +17,11 @@ from slipstream.ops.activation import deviations_at, sparse
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
 from tests.kernels.test_model import TOLERANCE as LOGITS
-from tests.kernels.test_model import Sessions
+from tests.kernels.test_model import Sessions, hold_every_step, refuses_frame
 from tests.kernels.test_shared_keys import stepped
 from tests.kernels.test_stack import (
     CHUNK,
     DECODE,
-    MANY,
     PREFILL,
     SINGLE,
     TOLERANCE,
@@ -47,11 +45,7 @@ FIRST = STREAMED[0]
 def test_every_instruction_set(variant: Any, isa: str) -> None:
     library(isa)
     engine = accepted(variant, torch.float32)
-    rounds, steps = Rounds(engine, isa), Sessions(engine, isa)
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
-        assert rounds.error(spans) <= TOLERANCE[torch.float32]
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
-        assert steps.error(spans) <= LOGITS[torch.float32]
+    hold_every_step(engine, isa)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -167,13 +161,7 @@ FRAMES: dict[str, Change] = {
 @pytest.mark.parametrize("what", FRAMES)
 def test_frames_that_contradict_their_layers_are_refused(what: str) -> None:
     runs = Sessions(accepted(FIRST, torch.float32), "baseline")
-    owner, field, value = FRAMES[what](runs.session._struct)
-    before = getattr(owner, field)
-    setattr(owner, field, value)
-    with pytest.raises(DeviceError, match="refuses its arguments"):
-        runs.session.logits(runs.step(PREFILL))
-    setattr(owner, field, before)
-    assert runs.error(PREFILL) <= LOGITS[torch.float32]
+    refuses_frame(runs, FRAMES[what])
 
 
 def test_layers_that_the_library_cannot_run_say_why() -> None:

@@ -11,7 +11,7 @@ Shapes: B batch, H heads, S rows, D head dim, R distances: 2 S - 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,12 @@ from slipstream.weights.recipe import Stack, Take
 
 def _spec(config: Config, index: int) -> BlockSpec:
     dim = field(config, "attention_head_size", default=config.hidden_size // config.num_attention_heads)
-    terms = 1 + len({"c2p", "p2c"} & set(config.pos_att_type or ()))
-    return bert_like(config, index, head_dim=dim, scale=(dim * terms) ** -0.5, own_attention=True)
+    scale = _scale(dim, config.pos_att_type or ())
+    return bert_like(config, index, head_dim=dim, scale=scale, own_attention=True)
+
+
+def _scale(dim: int, kinds: Collection[str]) -> float:
+    return float((dim * (1 + ("c2p" in kinds) + ("p2c" in kinds))) ** -0.5)
 
 
 def _attend(
@@ -50,7 +54,7 @@ def _bias(heads: Heads, own: Any, given: Mapping[str, Any], q: Tensor, k: Tensor
     if len(places) < len(rows):
         rows, places = rows[places], None
     queries, keys = _projected(heads, own, rows)
-    scale = (own.attention_head_size * (1 + len(own.pos_att_type))) ** -0.5
+    scale = _scale(own.attention_head_size, own.pos_att_type)
     bias = q.new_zeros(1)
     if "c2p" in own.pos_att_type:
         keys = keys if places is None else keys[places]

@@ -17,12 +17,11 @@ from slipstream.families.common import (
     window,
 )
 from slipstream.families.family import Branches, Config, Family, OwnCourse
-from slipstream.families.gemma4 import QKV_SHARED, sharing
+from slipstream.families.gemma4 import QKV_SHARED, layer_inputs, sharing
 from slipstream.spec import (
     BlockSpec,
     FrameSpec,
     FrameStreams,
-    LayerInputs,
     Norm,
     QKNorm,
     Role,
@@ -60,22 +59,13 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _frame(config: Config) -> FrameSpec:
-    width, others = config.hidden_size_per_layer_input, range(config.altup_num_inputs - 1)
+    others = range(config.altup_num_inputs - 1)
     return llama_frame(
         config,
         embed_scale=config.hidden_size**0.5,
         embed_scale_rounded=True,
         logit_softcap=config.final_logit_softcapping,
-        inputs=LayerInputs(
-            embed="model.embed_tokens_per_layer",
-            project="model.per_layer_model_projection",
-            norm="model.per_layer_projection_norm",
-            width=width,
-            embed_scale=width**0.5,
-            project_scale=config.hidden_size**-0.5,
-            scale=2.0**-0.5,
-            rows=config.vocab_size_per_layer_input,
-        ),
+        inputs=layer_inputs(config, rows=config.vocab_size_per_layer_input),
         streams=FrameStreams(
             enter=tuple(f"model.altup_projections.{i}" for i in others),
             leave=tuple(f"model.altup_unembed_projections.{i}" for i in others),

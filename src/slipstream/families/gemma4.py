@@ -19,7 +19,7 @@ from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, FrameSpec, LayerInputs, MoE, Norm, QKNorm, Role, Rope
 from slipstream.weights.recipe import First, Stack, Take
 
-__all__ = ["QKV_SHARED", "sharing"]
+__all__ = ["QKV_SHARED", "layer_inputs", "sharing"]
 
 QKV_SHARED = First(
     tuple(Stack(tuple(f"self_attn.{part}_proj" for part in parts)) for parts in ("qkv", "qk", "q"))
@@ -73,9 +73,12 @@ def _spec(config: Config, index: int) -> BlockSpec:
     )
 
 
-def _frame(config: Config) -> FrameSpec:
+def layer_inputs(config: Config, rows: int | None = None) -> LayerInputs | None:
+    """Return how the layers' own inputs are made, `rows` as of `LayerInputs`; None if they have none."""
     width = int(field(config, "hidden_size_per_layer_input", default=0))
-    inputs = LayerInputs(
+    if not width:
+        return None
+    return LayerInputs(
         embed="model.embed_tokens_per_layer",
         project="model.per_layer_model_projection",
         norm="model.per_layer_projection_norm",
@@ -83,13 +86,17 @@ def _frame(config: Config) -> FrameSpec:
         embed_scale=width**0.5,
         project_scale=config.hidden_size**-0.5,
         scale=2.0**-0.5,
+        rows=rows,
     )
+
+
+def _frame(config: Config) -> FrameSpec:
     return llama_frame(
         config,
         embed_scale=config.hidden_size**0.5,
         embed_scale_rounded=True,
         logit_softcap=config.final_logit_softcapping,
-        inputs=inputs if width else None,
+        inputs=layer_inputs(config),
         placeholder_fields=_PLACEHOLDERS,
         stand_in=config.pad_token_id or 0,
     )

@@ -270,9 +270,8 @@ def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str |
     kept = _kept_tokens(model, runner)
     if kept is not None and total > kept:
         return f"transformers' cache keeps {kept} tokens, but a layer attends to a different number"
-    if _is_padded(request) and any(
-        block.spec.growth is not None and block.spec.growth.padded for block in runner.blocks
-    ):
+    growths = (block.spec.growth for block in runner.blocks)
+    if any(growth is not None and growth.padded for growth in growths) and _is_padded(request):
         return "queries are scaled by positions that count padding"
     padding = runner.frame.spec.pos_padding
     if padding is not None and request.encoded and _starts_with(request, padding):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.model.block.block import Attend, Block, RopeTable
-from slipstream.spec import Role, Streams
+from slipstream.spec import Role
 
 __all__ = ["join_streams", "run_streams", "split_streams"]
 
@@ -20,7 +20,7 @@ _LEAST_SQUARE = 1e-5
 
 
 def run_streams(block: Block, x: Tensor, rope: RopeTable | None, attend: Attend, inputs: Tensor) -> Tensor:
-    """Run a layer whose spec has `streams`.
+    """Run a layer whose spec has `streams`, while its tensors hold their values.
 
     Args:
         block: The layer.
@@ -34,15 +34,6 @@ def run_streams(block: Block, x: Tensor, rope: RopeTable | None, attend: Attend,
     """
     if (streams := block.spec.streams) is None:
         raise AssertionError("a layer with one stream was run as one with several")
-    if block.weights.lease is None:
-        return _run(block, streams, x, rope, attend, inputs)
-    with block.weights.lease:  # its matrices are brought in meanwhile
-        return _run(block, streams, x, rope, attend, inputs)
-
-
-def _run(
-    block: Block, streams: Streams, x: Tensor, rope: RopeTable | None, attend: Attend, inputs: Tensor
-) -> Tensor:
     coefficients = block.linear(Role.STREAM_PREDICT, _routed(block, x[:, streams.active]))
     predicted = x + coefficients.unflatten(-1, (streams.count, streams.count)) @ x
     active = predicted[:, streams.active]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def run_stack(
         table = None if block.spec.rope is None else tables[block.spec.rope]
         own = None if inputs is None or not block.spec.inputs else inputs[:, index]
         if block.spec.streams is not None and own is not None:
-            x = run_streams(block, x, table, Turning(attend), own)
+            x = block.follow(partial(run_streams, block, x, table, Turning(attend), own))
             continue
         x = block(x, table, Turning(attend), mix=mix, positions=step.positions, inputs=own)
     return x
