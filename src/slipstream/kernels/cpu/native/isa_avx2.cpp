@@ -27,6 +27,17 @@ struct Vec {
         const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
         return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw))};
     }
+    // Widens 16 numbers: the result holds those of even index, and `odd` the others.
+    static Vec load_pairs(const Bf16* p, Vec& odd) {
+        const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        odd.v = _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(-0x10000)));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16))};
+    }
+    static Vec load_pairs(const Bf16* p, int64_t n, Vec& odd) {
+        Bf16 whole[16] = {};
+        std::memcpy(whole, p, static_cast<size_t>(n) * sizeof(Bf16));
+        return load_pairs(whole, odd);
+    }
     void store(float* p) const { _mm256_storeu_ps(p, v); }
     void store(Bf16* p) const {
         const __m256i bits = _mm256_castps_si256(v);

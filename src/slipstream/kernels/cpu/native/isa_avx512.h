@@ -58,6 +58,15 @@ struct Vec {
     static Vec load(const T* p, int64_t n) {
         return widen(_mm256_maskz_loadu_epi16(first(n), p), p);
     }
+    // Widens 32 numbers: the result holds those of even index, and `odd` the others.
+    static Vec widen_pairs(__m512i raw, Vec& odd) {
+        odd.v = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(-0x10000)));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))};
+    }
+    static Vec load_pairs(const Bf16* p, Vec& odd) { return widen_pairs(_mm512_loadu_si512(p), odd); }
+    static Vec load_pairs(const Bf16* p, int64_t n, Vec& odd) {
+        return widen_pairs(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p), odd);
+    }
     static Vec load(const int8_t* p) {
         return {
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};

@@ -89,6 +89,18 @@ struct Vec {
             r.v[i] = widen(p[i]);
         return r;
     }
+    // Widens 8 numbers: the result holds those of even index, and `odd` the others. (Little-endian.)
+    static Vec load_pairs(const Bf16* p, Vec& odd) {
+        I4 raw;
+        std::memcpy(&raw, p, sizeof(raw));
+        odd.v = reinterpret_cast<F4>(raw & -0x10000);
+        return {reinterpret_cast<F4>(raw << 16)};
+    }
+    static Vec load_pairs(const Bf16* p, int64_t n, Vec& odd) {
+        Bf16 whole[8] = {};
+        std::memcpy(whole, p, static_cast<size_t>(n) * sizeof(Bf16));
+        return load_pairs(whole, odd);
+    }
     void store(float* p) const { std::memcpy(p, &v, 16); }
     template <class T>
     void store(T* p) const {

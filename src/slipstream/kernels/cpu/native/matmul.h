@@ -39,6 +39,28 @@ struct Bf16Pairs {
 };
 #endif
 
+// Products of a parted row (see Operand) with bfloat16 weights. The two weights in a 32-bit word are widened
+// by one instruction each, where weights in order take several.
+struct Parted {
+    using X = float;
+    using W = Bf16;
+    struct Two {
+        Vec even, odd;
+    };
+    static constexpr int kStep = 2 * Vec::kWidth;
+    static Two x(const X* p) { return {Vec::load(p), Vec::load(p + Vec::kWidth)}; }
+    static Two x(const X* p, int64_t) { return x(p); }
+    template <class... N>
+    static Two w(const W* p, N... n) {
+        Two two;
+        two.even = Vec::load_pairs(p, n..., two.odd);
+        return two;
+    }
+    static Vec add(Vec sum, const Two& x, const Two& w) {
+        return fma(x.odd, w.odd, fma(x.even, w.even, sum));
+    }
+};
+
 // out[r * os + c] = x row r . w row c, for R rows and C columns; sums are kept in registers.
 template <class P, int R, int C>
 inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* w, int64_t ws, int64_t n,
@@ -109,7 +131,7 @@ inline void dots(const typename P::X* x, int64_t xs, int64_t rows, const typenam
 }
 
 // x . one row of w, in four partial sums.
-template <class P>
+template <class P, int64_t kDistance>
 inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t n) {
     constexpr int kSums = 4;
     constexpr int64_t kBytes = P::kStep * static_cast<int64_t>(sizeof(*w));
@@ -118,7 +140,7 @@ inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t 
         sum = Vec::set(0);
     int64_t k = 0;
     for (; k + kSums * P::kStep <= n; k += kSums * P::kStep) {
-        const char* next = reinterpret_cast<const char*>(w + k) + kAhead;
+        const char* next = reinterpret_cast<const char*>(w + k) + kDistance;
         for (int64_t line = 0; line < kSums * kBytes; line += 64)
             prefetch(next + line);
         for (int i = 0; i < kSums; ++i)
@@ -139,19 +161,50 @@ inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t 
 template <class T>
 constexpr int64_t kInOrder = sizeof(T) == sizeof(float) ? 1024 : 4608;
 
+// The same for a parted row; how many rows of w are read at a time beyond it, and how many bytes ahead
+// weights are prefetched up to it: distant prefetches slow a processor down that reads memory fast. Measured
+// on a Zen 4, GB/s of two threads from memory of 60 GB/s (where memory had 34 GB/s, all of them reached it):
+//
+// inputs                                  1536  2048  4096  5632
+// in order, 6144 bytes ahead                46    48    47    36
+// in order, 512 bytes ahead                 52    54    50    33
+// in order, not prefetched                  59    57    54    35
+// eight rows at a time                      48    54    55    50
+// a row in order that is not parted         47    44    47    34
+//
+// The processors with AMX were not measured so; theirs are the distances of the other formats.
+#ifdef SLIPSTREAM_AMX
+constexpr int64_t kPartedInOrder = kInOrder<Bf16>, kPartedAhead = kAhead;
+constexpr int kPartedRows = Vec::kCols;
+#else
+constexpr int64_t kPartedInOrder = 2048, kPartedAhead = 512;
+constexpr int kPartedRows = 8;
+#endif
+
 // out[c] = x . w row c: memory is read sequentially, the fastest order for any processor.
-template <class P>
+template <class P, int64_t kDistance = kAhead>
 inline void dots_in_order(const typename P::X* x, const typename P::W* w, int64_t ws, int64_t columns,
                           int64_t n, float* out) {
     int64_t c = 0;
     for (; c + Vec::kCols <= columns; c += Vec::kCols) {
         Vec sums[1][Vec::kCols];
         for (int i = 0; i < Vec::kCols; ++i)
-            sums[0][i] = dot_in_order<P>(x, w + (c + i) * ws, n);
+            sums[0][i] = dot_in_order<P, kDistance>(x, w + (c + i) * ws, n);
         store_sums(sums, out + c, 0);
     }
     for (; c < columns; ++c)
-        out[c] = dot_in_order<P>(x, w + c * ws, n).sum();
+        out[c] = dot_in_order<P, kDistance>(x, w + c * ws, n).sum();
+}
+
+// out[c] = the parted row x . w row c.
+inline void dots_parted(const float* x, const Bf16* w, int64_t ws, int64_t columns, int64_t n, float* out) {
+    if (n <= kPartedInOrder)
+        return dots_in_order<Parted, kPartedAhead>(x, w, ws, columns, n, out);
+    int64_t c = 0;
+    for (; c + kPartedRows <= columns; c += kPartedRows)
+        dots_block<Parted, 1, kPartedRows>(x, n, w + c * ws, ws, n, out + c, columns);
+    for (; c < columns; ++c)
+        dots_block<Parted, 1, 1>(x, n, w + c * ws, ws, n, out + c, columns);
 }
 
 // out[r * os + j] = x row r . row j of a matrix, for up to kPanel rows of the matrix; `fill(k, n, panel,
@@ -321,6 +374,12 @@ inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int
                 multiply_run<T>(x.from(operand.in_lanes), run, m.inputs, from - first, done,
                                 out + operand.in_lanes * os + from - begin, os);
 #endif
+            if constexpr (std::is_same<T, Bf16>::value)
+                if (operand.parted)
+                    return dots_parted(operand.parted,
+                                       static_cast<const T*>(m.runs[i].data) +
+                                           (from - first) * m.runs[i].stride,
+                                       m.runs[i].stride, to - from, m.inputs, out + from - begin);
             if (from + done < to)
                 multiply_run<T>(x, m.runs[i], m.inputs, from + done - first, to - from - done,
                                 out + from + done - begin, os);

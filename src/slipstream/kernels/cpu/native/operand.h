@@ -39,6 +39,9 @@ struct Operand {
     // `units`: in lanes, or with `by_rows` laid out like the single row.
     const int16_t* words = nullptr;
     bool by_rows = false;
+    // A single row for a dense bfloat16 matrix, `parted`: of each 2 * Vec::kWidth inputs first those of even
+    // index, then the others; zero beyond the inputs.
+    const float* parted = nullptr;
     const float* floats = nullptr; // rows for small-float formats, `stride` apart, see few_floats.h
     // For rows that are rounded: their codes (null if the rows themselves hold the integers) and the grid of
     // each row.
@@ -114,6 +117,11 @@ struct Fewest {
 #endif
     }
 };
+
+// Whether a single row is parted for a dense matrix.
+inline bool takes_parted(const Matrix& m, int64_t rows) {
+    return rows == 1 && m.format == kPlain && m.dtype == kBfloat16 && !m.runs[0].transposed;
+}
 
 inline int64_t operand_stride(int64_t inputs) {
     return ceil_div(inputs, kOperandStep) * kOperandStep;

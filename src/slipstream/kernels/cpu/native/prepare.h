@@ -4,10 +4,32 @@
 namespace slipstream {
 namespace {
 
+// Parts a row, see Operand::parted.
+inline void part_row(const float* x, int64_t inputs, float* to) {
+    constexpr int64_t kHalf = Vec::kWidth, kWhole = 2 * kHalf;
+    int64_t j = 0;
+    for (; j + kWhole <= inputs; j += kWhole)
+        for (int64_t i = 0; i < kHalf; ++i) {
+            to[j + i] = x[j + 2 * i];
+            to[j + kHalf + i] = x[j + 2 * i + 1];
+        }
+    if (j == inputs)
+        return;
+    float rest[kWhole] = {};
+    std::memcpy(rest, x + j, static_cast<size_t>(inputs - j) * sizeof(float));
+    part_row(rest, kWhole, to + j);
+}
+
 // Prepares rows for a matrix. `scratch` has operand_bytes bytes, is aligned to 64 bytes, and is in use by the
 // calling thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     Operand x = {rows};
+    if (takes_parted(m, rows.count)) {
+        auto* parted = reinterpret_cast<float*>(scratch);
+        part_row(rows.full, m.inputs, parted);
+        x.parted = parted;
+        return x;
+    }
 #ifndef SLIPSTREAM_BF16_DOT
     if (rows.count == 1 && takes_words(m)) {
         word_operand(m, x, scratch);
