@@ -58,8 +58,8 @@ class FrameSpec:
     """What surrounds the layers of a causal language model, by the model's own names.
 
     Names are paths from the model that was passed in (`LlamaForCausalLM`); an absent part is None. The packed
-    batch goes through `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`,
-    the layers, `final_norm`, `project_out`, `out_activation`, `out_norm`, `head * logit_scale + logit_bias`,
+    batch goes through `embed * embed_scale`, `project_in`, `+ type_embed[0] + pos_embed[position + pos_offset]`,
+    `embed_norm`, the layers, `final_norm`, `project_out`, `out_activation`, `out_norm`, `head * logit_scale + logit_bias`,
     `logit_softcap`.
 
     Attributes:
@@ -72,6 +72,8 @@ class FrameSpec:
         pos_embed: The learned (or tabulated) position embedding: a module, or a buffer.
         pos_offset: Added to a position before the lookup.
         pos_padding: Tokens with this id look up the row of that index, whatever their position (M2M100).
+        pos_given: The model numbers tokens in another way unless it is given positions, as `generate` does.
+        type_embed: The embedding by token type; all tokens have type 0.
         pos_after_norm: Position embeddings are added after `embed_norm`, not before it.
         attends_padding: The decoder cross-attends to all encoder states and ignores the mask (Whisper).
         project_in: Linear from the embedding's width to the hidden one.
@@ -107,6 +109,8 @@ class FrameSpec:
     pos_embed: str | None = None
     pos_offset: int = 0
     pos_padding: int | None = None
+    pos_given: bool = False
+    type_embed: str | None = None
     pos_after_norm: bool = False
     attends_padding: bool = False
     project_in: str | None = None

@@ -26,6 +26,15 @@ _BART = {
     "max_position_embeddings": 64,
 }
 _GPT2 = {"vocab_size": 120, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_BERT = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "trocr": ("TrOCRConfig", {**_BART, "cross_attention_hidden_size": 64}),
     "trocr with sines": ("TrOCRConfig", {**_BART, "use_learned_position_embeddings": False}),
@@ -33,6 +42,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mbart": ("MBartConfig", {**_BART, "encoder_layers": 2, "scale_embedding": True}),
     "bart": ("BartConfig", {**_BART, "encoder_layers": 2}),
     "gpt2": ("GPT2Config", _GPT2),
+    "bert": ("BertConfig", _BERT),
+    "bert without a head's linear": ("BertGenerationConfig", _BERT),
+    "roberta": ("RobertaConfig", _BERT),
+    "roberta with norms before": ("RobertaPreLayerNormConfig", _BERT),
+    "roberta without a first norm": ("XLMRobertaXLConfig", _BERT),
 }
 
 

@@ -25,9 +25,11 @@ from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.ops import Ops
 from slipstream.spec import FrameSpec
 
-__all__ = ["find_frame", "is_part", "text_config"]
+__all__ = ["decoder_of", "find_frame", "is_part", "text_config"]
 
 log = logging.getLogger(__name__)
+
+_MADE_OF_TWO = frozenset({"EncoderDecoderModel", "VisionEncoderDecoderModel"})
 
 
 def find_frame(
@@ -93,7 +95,7 @@ def find_frame(
 def _on_the_road(model: nn.Module, fused: Sequence[Found], *, alone: bool) -> tuple[list[Found], bool, str]:
     """Return the layers to choose from, whether the model has them itself, and why there are none."""
     kind = type(model).__name__
-    if inner := _decoder_of(model):
+    if inner := decoder_of(model):
         if getattr(model, "enc_to_dec_proj", None) is not None:
             return [], True, f"{kind} projects the encoder's states"
         inside = [found for found in fused if found.name.startswith(inner)]
@@ -138,7 +140,7 @@ def _spec(
     family = fused[0].family
     if family is None or family.frame is None:
         return None, "the family describes no embedding, norm and head around the layers"
-    inner = _decoder_of(model)
+    inner = decoder_of(model)
     if inner:
         config = model.get_submodule(inner.removesuffix(".")).config
     else:
@@ -152,13 +154,12 @@ def _spec(
     return (replace(spec, embedders=()), "") if whole else _within(model, spec, fused)
 
 
-def _decoder_of(model: nn.Module) -> str:
-    """Return the path of the decoder, with a dot, in a model made of an encoder of pictures and a decoder.
+def decoder_of(model: nn.Module) -> str:
+    """Return the path of the decoder, with a dot, in a model made of an encoder and a decoder; else nothing.
 
-    Its forward gives the decoder the encoder's states and no mask. Empty for any other model.
+    Its forward gives the decoder the encoder's states, and the mask of the text that was encoded.
     """
-    made = any(kind.__name__ == "VisionEncoderDecoderModel" for kind in type(model).__mro__)
-    return "decoder." if made else ""
+    return "decoder." if any(kind.__name__ in _MADE_OF_TWO for kind in type(model).__mro__) else ""
 
 
 def text_config(model: nn.Module, root: str) -> Any:
@@ -174,7 +175,7 @@ def text_config(model: nn.Module, root: str) -> Any:
 
 def is_part(model: nn.Module, frame: Frame) -> bool:
     """Whether a frame's language model is a part of a larger model, with vision or audio."""
-    return not _decoder_of(model) and not _is_whole(model, frame.spec.root)
+    return not decoder_of(model) and not _is_whole(model, frame.spec.root)
 
 
 def _is_whole(model: nn.Module, root: str) -> bool:

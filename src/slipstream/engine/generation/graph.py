@@ -203,7 +203,7 @@ class Graphs:
     def _static(self) -> list[Tensor]:
         """Return every tensor of the model that a step reads."""
         runner, frame = self._runner, self._runner.frame
-        tensors: list[Tensor | None] = [frame.pos_table]
+        tensors: list[Tensor | None] = [frame.pos_table, frame.type_row]
         weights = chain(frame.matrices().values(), *(b.weights.matrices.values() for b in runner.blocks))
         for weight in weights:
             beside = weight.beside

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.frames import text_config
+from slipstream.engine.frames import decoder_of, text_config
 from slipstream.engine.generation.assisted import ASSISTED, why_not_assisted
 from slipstream.engine.generation.beams import BEAMS, samples, searches
 from slipstream.engine.generation.request import Request, cache_matters
@@ -42,7 +42,12 @@ _PICTURES = frozenset({"pixel_values", "interpolate_pos_encoding"})
 
 
 def why_not_packed(
-    model: nn.Module, request: Request, kwargs: Mapping[str, Any], *, takes_over: bool = False
+    model: nn.Module,
+    request: Request,
+    kwargs: Mapping[str, Any],
+    *,
+    takes_over: bool = False,
+    typed: bool = False,
 ) -> str | None:
     """Return why a call of `generate` cannot take the engine road, or None if it can.
 
@@ -51,6 +56,7 @@ def why_not_packed(
         request: The call as read by `read_request`.
         kwargs: The call's arguments.
         takes_over: The model's own forward runs the prompt, so any inputs of the model are accepted.
+        typed: Tokens have types, and the engine gives all of them type 0.
     """
     if request.prompt is None and not request.encoded:
         return "no token ids are given"
@@ -73,7 +79,7 @@ def why_not_packed(
         return mode
     if takes_over and config.get_generation_mode(None).value in BEAMS:
         return "the engine has no beam search for models with images or audio"
-    if not takes_over and (extra := _others(model, request)):
+    if not takes_over and (extra := _others(model, request, typed=typed)):
         return f"the call has model inputs that the engine does not support: {', '.join(extra)}"
     for name in (
         "output_attentions",
@@ -115,13 +121,23 @@ def _methods() -> frozenset[str]:
     return frozenset(name for name, value in vars(GenerationMixin).items() if callable(value))
 
 
-def _others(model: nn.Module, request: Request) -> list[str]:
+def _others(model: nn.Module, request: Request, *, typed: bool) -> list[str]:
     """List the call's model inputs that the engine road does not support."""
     own = _OWN_OF_PAIRS if request.encoded else _OWN
     if request.encoded and getattr(model, "main_input_name", None) == "pixel_values":
         own |= _PICTURES
+    types = request.inputs.get("token_type_ids")
+    if decoder_of(model) if request.encoded else typed and _all_first(types, request):
+        own |= {"token_type_ids"}  # the encoder's, which transformers runs before it hands over; or type 0
     given = request.inputs.items()
     return [name for name, value in given if name not in own and value is not None and value is not False]
+
+
+def _all_first(types: Any, request: Request) -> bool:
+    """Whether token types are given for the prompt, and all are 0."""
+    prompt = request.prompt
+    given = isinstance(types, Tensor) and prompt is not None and types.shape == prompt.shape
+    return given and not bool(types.any())
 
 
 def _why_not_mode(

@@ -41,10 +41,11 @@ def why_not_the_road(
     assistant = kwargs.get("assistant_model")
     if ranks.size > 1 and request.config.get_generation_mode(assistant).value == ASSISTED:
         return "several ranks share the model, and a draft helps"
+    typed = runner.frame.spec.type_embed is not None
     return (
         why_not_readable(runner, request)
         or why_not_kept(runner, request, assistant)
-        or why_not_packed(model, request, kwargs, takes_over=runner.takes_over)
+        or why_not_packed(model, request, kwargs, takes_over=runner.takes_over, typed=typed)
         or why_not_so_long(model, runner, request)
         or why_not_intact(model, runner)
     )

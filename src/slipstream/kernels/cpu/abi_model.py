@@ -50,7 +50,8 @@ class Frame(ctypes.Structure):
         *each(c_void_p, "split join"),
         *each(c_int64, "others embed_end"),
         ("out_norm", Norm),
-        *each(c_int32, "out_activation unused"),
+        ("type_row", c_void_p),
+        *each(c_int32, "type_dtype out_activation"),
     ]
 
 

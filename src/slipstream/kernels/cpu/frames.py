@@ -41,6 +41,8 @@ class FrameLike(AngleSource, Protocol):
     @property
     def pos_table(self) -> Tensor | None: ...  # noqa: D102
     @property
+    def type_row(self) -> Tensor | None: ...  # noqa: D102
+    @property
     def logit_bias(self) -> Tensor | None: ...  # noqa: D102
     def matrices(self) -> Mapping[str, Weight]: ...  # noqa: D102
     def norms(self) -> Mapping[str, VectorLike]: ...  # noqa: D102
@@ -48,7 +50,7 @@ class FrameLike(AngleSource, Protocol):
 
 def refuse_frame(frame: FrameLike) -> str | None:
     """Return why the library cannot run a frame (all that surrounds the blocks), or None if it can."""
-    matrices, table = frame.matrices(), frame.pos_table
+    matrices, table, type_row = frame.matrices(), frame.pos_table, frame.type_row
     for name, weight in matrices.items():
         if weight.beside is not None:
             return f"{name}: an unmerged adapter is not supported"
@@ -69,12 +71,13 @@ def refuse_frame(frame: FrameLike) -> str | None:
     widths = {width for weight in matrices.values() for width in weight.shape}
     if frame.spec.inputs is not None:
         widths.add(frame.spec.inputs.width)
-        if "project_in" in matrices or table is not None or "embed_norm" in frame.norms():
+        added = table is not None or type_row is not None
+        if "project_in" in matrices or added or "embed_norm" in frame.norms():
             return "layers' own inputs, with another input of the first layer than a token's embedding"
     for name, vector in frame.norms().items():
         if (reason := refuse_vector(vector, widths)) is not None:
             return f"{name}: {reason}"
-    for tensor in (table, bias):
+    for tensor in (table, type_row, bias):
         if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
             return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not supported"
     return None
@@ -97,6 +100,8 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
         pos_rows=0 if table is None else table.shape[0],
         pos_offset=spec.pos_offset,
         pos_padding=-1 if spec.pos_padding is None else spec.pos_padding,
+        type_row=address(frame.type_row),
+        type_dtype=0 if frame.type_row is None else DTYPES[frame.type_row.dtype],
         pos_after_norm=int(spec.pos_after_norm),
         embed_scale=frame.embed_factor,
         out_activation=-1 if spec.out_activation is None else KINDS[spec.out_activation],

@@ -94,7 +94,7 @@ class NativeSession:
         self._library, self._caches, self._kept_angles = model.stack.library, tuple(caches), model.angles
         self._struct, self._memory = struct_of_frame(frame)
         self._vocabulary = int(self._struct.head.outputs)
-        table, bias = frame.pos_table, frame.logit_bias
+        tables = (frame.pos_table, frame.type_row, frame.logit_bias)
         count = len(prepared.weights)
         self._call = abi_model.ModelCall(frame=ctypes.pointer(self._struct))
         stack = self._call.stack
@@ -104,7 +104,7 @@ class NativeSession:
         stack.num_tables = len(prepared.ropes)
         norm_tensors = (t for v in norms.values() for t in (v.weight, v.bias))
         matrix_tensors = (t for w in matrices.values() for t in (*w.planes, w.bias))
-        tensors = [t for t in (table, bias, *norm_tensors, *matrix_tensors) if t is not None]
+        tensors = [t for t in (*tables, *norm_tensors, *matrix_tensors) if t is not None]
         # Detached views keep the memory alive even if the tensors themselves get other storage.
         self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
         self._turns = Turns.of(model.stack.blocks)

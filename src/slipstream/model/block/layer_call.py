@@ -43,6 +43,7 @@ Some belong to the head or the loss, and reach the layers because models pass on
 _PASSED_ON = frozenset({"mm_token_type_ids"})
 """Arguments that can be ignored unless the layer's own forward names them (to select experts for images)."""
 _TABLE_TYPES = (tuple, list)
+_STATES_MASK = "encoder_attention_mask"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ class LayerSignature:
         cache = _pop_first(given, _CACHES)
         bias = _pop_first(given, _BIASES)
         cross = None
+        if _STATES_MASK in self._ignorable:
+            given.pop(_STATES_MASK, None)
         if spec.cross is not None and given.get("encoder_hidden_states") is not None:
             cross = read_cross(given, hidden, cache)
             if cross is None:

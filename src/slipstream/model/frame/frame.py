@@ -62,6 +62,7 @@ class Frame:
                 raise AttributeError(f"{name} ({type(held).__name__}) does not hold a single matrix")
         self.embed_norm, self.final_norm = part(spec.embed_norm), part(spec.final_norm)
         self.pos_embed = None if spec.pos_embed is None else _table_of(model, spec.pos_embed)
+        self._type_embed = None if spec.type_embed is None else _table_of(model, spec.type_embed)
         self._logit_bias = None if spec.logit_bias is None else _table_of(model, spec.logit_bias)
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
         self.out_norm = part(spec.out_norm)
@@ -159,8 +160,10 @@ class Frame:
         return token_ids
 
     def _at_places(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Add the position embedding, if there is one."""
-        table, padding = self.pos_table, self.spec.pos_padding
+        """Add the embeddings of the tokens' type and positions, where there are any."""
+        table, padding, row = self.pos_table, self.spec.pos_padding, self.type_row
+        if row is not None:
+            x = x + row.to(x.dtype)
         if table is None:
             return x
         rows = positions + self.spec.pos_offset
@@ -211,6 +214,12 @@ class Frame:
     def pos_table(self) -> Tensor | None:
         """The model's current position embedding, `(rows, C)`, or None."""
         return _tensor_at(self.pos_embed)
+
+    @property
+    def type_row(self) -> Tensor | None:
+        """What is added to every token for its type, `(C,)`, or None."""
+        table = _tensor_at(self._type_embed)
+        return None if table is None else table[0]
 
     @property
     def logit_bias(self) -> Tensor | None:

@@ -51,7 +51,10 @@ def check_frame(
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any, Tensor | None]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
-        logits = _logits(model, _given(ids, layers))[0]
+        given = _given(ids, layers)
+        if frame.spec.pos_given:
+            given["position_ids"] = positions[None]
+        logits = _logits(model, given)[0]
         embedded = frame.enter(ids[0], positions)
         hidden = frame.split(embedded)
         frame_logits = frame.leave(hidden)

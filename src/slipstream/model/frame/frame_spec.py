@@ -16,6 +16,7 @@ _PATHS = (
     "final_norm",
     "embed_norm",
     "pos_embed",
+    "type_embed",
     "project_in",
     "project_out",
     "out_norm",

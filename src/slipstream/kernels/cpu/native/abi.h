@@ -14,7 +14,7 @@
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 29;
+constexpr int32_t kAbi = 30;
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
 // an index.

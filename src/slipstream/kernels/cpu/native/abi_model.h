@@ -31,8 +31,10 @@ struct Frame {
     // Tokens with this id or a higher one are refused, and end a call of several steps: they have no row in
     // `embed`, whatever its size; 0: all rows are used
     int64_t embed_end;
-    Norm out_norm;                  // of the output of project_out, after its activation
-    int32_t out_activation, unused; // -1: none
+    Norm out_norm;        // of the output of project_out, after its activation
+    const void* type_row; // `(C,)`, added with the positions; or null
+    int32_t type_dtype;
+    int32_t out_activation; // -1: none
 };
 
 // Number of words in the state of a Mersenne Twister.

@@ -122,7 +122,7 @@ Status embeds(const ModelCall& call, const Frame& f) {
         if (f.pos_embed && (position + f.pos_offset < 0 || last >= f.pos_rows))
             return kRange;
     }
-    return optional(f.pos_embed, f.pos_dtype);
+    return first_of(optional(f.pos_embed, f.pos_dtype), optional(f.type_row, f.type_dtype));
 }
 
 // Several steps in one call require one token per sequence, and that every one of them is wanted.

@@ -77,7 +77,7 @@ Status makes_inputs(const ModelCall& call, const Frame& f) {
         return kUnsupported;
     if (!width)
         return f.inputs_embed.outputs || f.inputs_project.outputs ? kUnsupported : kOk;
-    if (f.project_in.outputs || f.pos_embed || f.embed_norm.kind != kNoNorm)
+    if (f.project_in.outputs || f.pos_embed || f.type_row || f.embed_norm.kind != kNoNorm)
         return kUnsupported;
     Status status = embedding(f.inputs_embed, all);
     status = first_of(status, exact_matrix(f.inputs_project, all, call.stack.blocks[0].hidden));

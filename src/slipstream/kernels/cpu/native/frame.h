@@ -226,6 +226,8 @@ private:
     }
 
     void put_at_place(int64_t t, float* row) const {
+        if (frame_.type_row)
+            shift_row(row, frame_.type_row, frame_.type_dtype, 0, hidden_);
         if (!frame_.pos_embed)
             return;
         const bool is_padding = frame_.pos_padding >= 0 && token_ids_[t] == frame_.pos_padding;
