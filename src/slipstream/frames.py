@@ -58,9 +58,9 @@ class FrameSpec:
     """What surrounds the layers of a causal language model, by the model's own names.
 
     Names are paths from the model that was passed in (`LlamaForCausalLM`); an absent part is None. The packed
-    batch goes through `embed * embed_scale`, `project_in`, `+ type_embed[0] + pos_embed[position + pos_offset]`,
-    `embed_norm`, the layers, `final_norm`, `project_out`, `out_activation`, `out_norm`, `head * logit_scale + logit_bias`,
-    `logit_softcap`.
+    batch goes through `embed * embed_scale`, `project_in`,
+    `+ type_embed[0] + pos_embed[position + pos_offset]`, `embed_norm`, the layers, `final_norm`,
+    `project_out`, `out_activation`, `out_norm`, `head * logit_scale + logit_bias`, `logit_softcap`.
 
     Attributes:
         layers: The module list of the layers.

@@ -119,7 +119,9 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("call", (*CALLS, "padded"))
 def test_decoders_alone(alone: Pair, call: str) -> None:
     options = padded(left=True) if call == "padded" else CALLS[call]
-    if "token_type_ids" in options and not hasattr(alone.original.base_model.embeddings, "token_type_embeddings"):
+    if "token_type_ids" in options and not hasattr(
+        alone.original.base_model.embeddings, "token_type_embeddings"
+    ):
         pytest.skip("the model has no types")
     tokens = both(alone, **options)
     assert len(set(tokens[-1, 7:].tolist())) > 1
@@ -133,7 +135,10 @@ def test_steps_are_whole_calls_and_the_report_says_so(alone: Pair) -> None:
 
 def test_other_types_are_left_to_the_original_s_loop(alone: Pair) -> None:
     embeddings = alone.original.base_model.embeddings
-    if not hasattr(embeddings, "token_type_embeddings") or embeddings.token_type_embeddings.num_embeddings < 2:
+    if (
+        not hasattr(embeddings, "token_type_embeddings")
+        or embeddings.token_type_embeddings.num_embeddings < 2
+    ):
         pytest.skip("the model has no second type")
     types = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
     plain, typed = both(alone), both(alone, road="compatible", token_type_ids=types)
@@ -150,9 +155,14 @@ def test_no_more_positions_than_the_table_has(alone: Pair) -> None:
 
 @pytest.mark.parametrize("call", (*CALLS, "padded", "started"))
 def test_an_encoder_and_a_decoder(together: Pair, call: str) -> None:
-    options = {"padded": padded(left=False), "started": {"decoder_input_ids": torch.tensor([[2, 17], [2, 40]])}}
+    options = {
+        "padded": padded(left=False),
+        "started": {"decoder_input_ids": torch.tensor([[2, 17], [2, 40]])},
+    }
     given = {**CALLS, **options}[call]
-    if "token_type_ids" in given and not hasattr(together.original.encoder.embeddings, "token_type_embeddings"):
+    if "token_type_ids" in given and not hasattr(
+        together.original.encoder.embeddings, "token_type_embeddings"
+    ):
         pytest.skip("the model has no types")
     tokens = both(together, repetition_penalty=4.0, **given)  # without it, one token would be repeated
     assert "num_beams" in given or len(set(tokens[-1, 2:].tolist())) > 1

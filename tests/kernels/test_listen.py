@@ -33,14 +33,14 @@ KINDS = ("bart", "t5", "umt5", "pegasus", "blenderbot-small", "m2m_100", "t5gemm
 LONGEST = 9
 
 
-def said(engine: Any) -> tuple[Any, Tensor]:
-    """What an encoder says of three rows, the first of which is padded behind its tokens."""
+def said(engine: Any) -> tuple[Tensor, Tensor]:
+    """An encoder's states and mask of three rows, the first of which is padded behind its tokens."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 90, (3, 11), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0
     with torch.no_grad():
-        return engine.module.get_encoder()(input_ids=ids, attention_mask=mask), mask
+        return engine.module.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state, mask
 
 
 @torch.no_grad()
@@ -68,8 +68,8 @@ def test_steps_are_what_their_parts_are_one_by_one(kind: str, isa: str, dtype: t
     assert isinstance(runner.whole, NativeEncoderDecoder)
     stack = type(runner.whole.stack)(runner.blocks, library, run_stack)
     runner.whole = replace(runner.whole, stack=stack)
-    encoded, mask = said(engine)
-    heard = with_encoder(runner, encoded, mask, LONGEST)
+    states, mask = said(engine)
+    heard = with_encoder(runner, states, mask, LONGEST)
     assert heard.whole is not None
     parts = copy.copy(heard)
     parts.whole = None
@@ -87,19 +87,19 @@ def test_steps_are_what_their_parts_are_one_by_one(kind: str, isa: str, dtype: t
 
 def test_what_hides_states_in_between_runs_by_parts() -> None:
     engine = inject(peaked_model(FAMILIES["bart"].tiny[0]))
-    encoded, mask = said(engine)
+    states, mask = said(engine)
     for hidden, is_whole in (((0, 3), False), ((2, 0), False), ((1, 10), True)):
         gaps = mask.clone()
         gaps[hidden] = 0
-        assert (with_encoder(engine._built.runner, encoded, gaps, LONGEST).whole is not None) == is_whole
+        assert (with_encoder(engine._built.runner, states, gaps, LONGEST).whole is not None) == is_whole
 
 
 @pytest.mark.parametrize("what", ["states that are not there", "no states", "a table that is too short"])
 def test_what_cannot_be_heard_is_refused(what: str) -> None:
     engine = inject(peaked_model(FAMILIES["t5"].tiny[0]))
-    encoded, mask = said(engine)
+    states, mask = said(engine)
     runner = engine._built.runner
-    heard = with_encoder(runner, encoded, mask, LONGEST if what != "a table that is too short" else 2)
+    heard = with_encoder(runner, states, mask, LONGEST if what != "a table that is too short" else 2)
     told: EncoderStates = heard.whole.stack._states
     if "states" in what:
         seen = torch.tensor([6, 12 if "not" in what else 0, 11], dtype=torch.int32)

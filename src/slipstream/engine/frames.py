@@ -29,7 +29,13 @@ __all__ = ["decoder_of", "find_frame", "is_part", "text_config"]
 
 log = logging.getLogger(__name__)
 
-_MADE_OF_TWO = frozenset({"EncoderDecoderModel", "VisionEncoderDecoderModel"})
+_DECODERS = {
+    "EncoderDecoderModel": "decoder.",
+    "VisionEncoderDecoderModel": "decoder.",
+    "BlipForConditionalGeneration": "text_decoder.",
+    "BlipForQuestionAnswering": "text_decoder.",
+}
+"""Paths of the decoders in models that are made of an encoder and a decoder with a head of its own."""
 
 
 def find_frame(
@@ -71,7 +77,7 @@ def find_frame(
     if spec is None or family is None:
         return None, why
     if any(found.spec is not None and found.spec.cross is not None for found in layers):
-        if not getattr(model_config, "is_encoder_decoder", False):
+        if not (decoder_of(model) or getattr(model_config, "is_encoder_decoder", False)):
             return None, "the model has no encoder, whose states its layers attend to"
         fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
     if whole:
@@ -127,7 +133,9 @@ def _prove(
     if written is not None:
         return written
     try:
-        check_frame(model, frame, fused, verdicts)
+        apart = None if getattr(model.config, "is_encoder_decoder", False) else decoder_of(model)
+        decoder = model.get_submodule(apart.removesuffix(".")) if apart else None
+        check_frame(model, frame, fused, verdicts, decoder)
         return why_not_recurrent(fused) or frame
     except InjectionError as error:
         return error
@@ -157,9 +165,10 @@ def _spec(
 def decoder_of(model: nn.Module) -> str:
     """Return the path of the decoder, with a dot, in a model made of an encoder and a decoder; else nothing.
 
-    Its forward gives the decoder the encoder's states, and the mask of the text that was encoded.
+    The decoder attends to the encoder's states, and is a causal language model for itself.
     """
-    return "decoder." if any(kind.__name__ in _MADE_OF_TWO for kind in type(model).__mro__) else ""
+    known = (_DECODERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _DECODERS)
+    return next(known, "")
 
 
 def text_config(model: nn.Module, root: str) -> Any:

@@ -92,7 +92,7 @@ _GENERATOR = _Head(
 
 
 def _frame(
-    root: str, head: _Head, *, counted: bool = False, **changes: str | None
+    root: str, head: _Head, *, counted: bool = False, **changes: str | bool | None
 ) -> Callable[[Config], FrameSpec | None]:
     """Return what makes the frame of a decoder.
 
@@ -170,7 +170,7 @@ def _family(
     tiny = [bert_tiny(f"{prefix}ForMaskedLM", config, **options)]
     if causal is not None:
         tiny.append(bert_tiny(f"{prefix}{causal}", config, label="causal", is_decoder=True, **options))
-    return Family(
+    family = Family(
         name=name,
         layers=(f"{prefix}Layer",),
         spec=_post_norm if norms is None else _pre_norm,
@@ -178,8 +178,8 @@ def _family(
         encoder=encoder,
         frame=frame,
         tiny=tuple(tiny),
-        **({"refuse": _refuse_decoder} if causal is None else {}),
     )
+    return family if causal is not None else replace(family, refuse=_refuse_decoder)
 
 
 def _counted(name: str, prefix: str, root: str | None = None) -> Family:
@@ -232,6 +232,7 @@ FAMILIES = (
         layers=("BlipTextLayer",),
         spec=_blip,
         recipes=BERT_RECIPES,
+        frame=_frame("bert", _PREDICTIONS, type_embed=None, attends_padding=True),
         unread=frozenset({"encoder_attention_mask"}),
         tiny=(
             bert_tiny("BlipTextModel", "BlipTextConfig", is_decoder=False),

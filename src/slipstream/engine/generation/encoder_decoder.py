@@ -25,7 +25,14 @@ from slipstream.ops.kv_cache import CachePart, Caches, read_cache, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
 
-__all__ = ["TakesEncoderStates", "CrossAttendingStack", "with_encoder", "cross_attends", "may_be_whole"]
+__all__ = [
+    "TakesEncoderStates",
+    "CrossAttendingStack",
+    "with_encoder",
+    "cross_attends",
+    "encoded",
+    "may_be_whole",
+]
 
 
 def cross_attends(runner: Runner) -> bool:
@@ -52,20 +59,28 @@ def may_be_whole(frame: Frame, blocks: Iterable[Block]) -> bool:
     return not own_feeds and any(block.spec.cross is not None for block in blocks)
 
 
-def with_encoder(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
-    """Return a copy of a runner for one generation, which cross-attends to the given encoder output.
+def encoded(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return an encoder's states `(B, M, C)` and their mask `(B, M)`, from a decoder's arguments.
+
+    These have an encoder's output, whose own mask takes precedence over that of its input, or states.
+    """
+    output = inputs.get("encoder_outputs")
+    if output is None:
+        return inputs["encoder_hidden_states"], inputs.get("encoder_attention_mask")
+    own = getattr(output, "attention_mask", None)
+    return output.last_hidden_state, inputs.get("attention_mask") if own is None else own
+
+
+def with_encoder(runner: Runner, states: Tensor, mask: Tensor | None, longest: int) -> Runner:
+    """Return a copy of a runner for one generation, which cross-attends to an encoder's states.
 
     Args:
         runner: A runner for which `cross_attends` is true; not changed.
-        encoded: The encoder's output: `last_hidden_state` `(B, M, C)`, and possibly its own
-            `attention_mask`, which takes precedence over `mask`.
+        states: `(B, M, C)`.
         mask: `(B, M)`, zero where the encoder's input was padding; None for no padding.
         longest: Maximum length of a sequence in this generation.
     """
-    states: Tensor = encoded.last_hidden_state
-    own = getattr(encoded, "attention_mask", None)
-    seen = mask if own is None else own
-    seen = None if runner.frame.spec.attends_padding else seen
+    seen = None if runner.frame.spec.attends_padding else mask
     batch, length, _ = states.shape
     memory = {}
     for block in runner.blocks:

@@ -21,7 +21,7 @@ from slipstream.engine.generation.assisted import ASSISTED, Assisted, longest_as
 from slipstream.engine.generation.batch import Batch
 from slipstream.engine.generation.beams import BEAMS, Searched
 from slipstream.engine.generation.draft import Held
-from slipstream.engine.generation.encoder_decoder import cross_attends, with_encoder
+from slipstream.engine.generation.encoder_decoder import cross_attends, encoded, with_encoder
 from slipstream.engine.generation.multimodal import Begun, begin
 from slipstream.engine.generation.processors import parted, penalty_of, suppressions_of
 from slipstream.engine.generation.refusals import MODES
@@ -198,11 +198,13 @@ class Loop:
     def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own loop must run this call, which a model's own `generate` may have made."""
         most = self.runner.frame.max_positions
-        mask = inputs.get("decoder_attention_mask")
+        alone = "encoder_outputs" not in inputs  # a decoder that is given states
+        mask = inputs.get("attention_mask" if alone else "decoder_attention_mask")
         padded = mask is not None and not bool((mask != 0).all())
         asked = ("return_dict_in_generate", "output_attentions", "output_hidden_states")
         return (
             padded
+            or (alone and inputs.get("encoder_hidden_states") is None)
             or cache_matters(config, encoded=True)
             or any(getattr(config, name, None) for name in asked)
             or config.use_cache is False
@@ -253,8 +255,8 @@ class Loop:
         if self.held is not None:
             return self.held.batch(runner, ids, mask, most, budget), runner
         if cross_attends(runner):
-            # The mask is the encoder's. The decoder's rows have equal lengths, and all run in each step.
-            runner = with_encoder(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
+            # The decoder's rows have equal lengths, and all run in each step.
+            runner = with_encoder(runner, *encoded(inputs), max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
         batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
         if self.begun is not None:

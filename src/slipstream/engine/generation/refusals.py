@@ -162,7 +162,7 @@ def _why_not_mode(
 
 
 def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
-    """Return why none of the `generate` calls that a speech model makes can take the engine road.
+    """Return why none of the `generate` calls that a model makes itself can take the engine road.
 
     None if they may: `Loop` then decides about each of them.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.engine.frames import decoder_of
 from slipstream.engine.generation.assisted import ASSISTED
 from slipstream.engine.generation.beams import BEAMS
 
@@ -255,8 +256,10 @@ def move_stop_strings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def repeats_generate(model: nn.Module) -> bool:
-    """Whether a speech model's own `generate` calls transformers' `generate`, once for each segment."""
+    """Whether a model's own `generate` calls transformers': once for each segment, or its decoder's."""
     from transformers import GenerationMixin
 
     own = type(model).generate  # type: ignore[attr-defined]
-    return own is not GenerationMixin.generate and "input_features" in inspect.signature(own).parameters
+    if own is GenerationMixin.generate:
+        return False
+    return bool(decoder_of(model)) or "input_features" in inspect.signature(own).parameters

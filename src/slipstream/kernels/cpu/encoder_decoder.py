@@ -113,6 +113,7 @@ def _with_states(base: Prepared, blocks: Sequence[BlockLike], states: EncoderSta
         across.states, across.dtype = keys.shape[2], DTYPES[keys.dtype]
         memory.append(across)
         struct.across = ctypes.pointer(across)
+        struct.causal = 1  # over pages; in a forward, some layers leave that to the mask they are given
         if relative is not None:
             struct.mask.relative, struct.mask.reach = relative.data_ptr(), relative.shape[1]
     held = [t for t in (*states.keys, *states.values, *states.relatives, states.seen) if t is not None]

@@ -25,7 +25,11 @@ _LENGTH = 7
 
 
 def check_frame(
-    model: nn.Module, frame: Frame, layers: Sequence[Found], verdicts: Mapping[str, Verdict]
+    model: nn.Module,
+    frame: Frame,
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    decoder: nn.Module | None = None,
 ) -> None:
     """Compare the first layer's input, the rotary tables and the logits, without running any layer.
 
@@ -34,6 +38,7 @@ def check_frame(
         frame: The frame of this model.
         layers: All of its layers, in order.
         verdicts: Provide the form of each layer's return value.
+        decoder: The part of the model that is run on an encoder's states; None for the model itself.
 
     Raises:
         InjectionError: The model computes something around its layers that the frame does not describe.
@@ -49,12 +54,13 @@ def check_frame(
     if frame.embeds_below is not None:
         ids[0, _LENGTH // 2] = frame.embeds_below
     positions = torch.arange(_LENGTH, device=device)
+    asked = model if decoder is None else decoder
     seen: list[tuple[Tensor, Any, Tensor | None]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
-        given = _given(ids, layers)
+        given = _given(ids, layers, encodes=asked is model)
         if frame.spec.pos_given:
             given["position_ids"] = positions[None]
-        logits = _logits(model, given)[0]
+        logits = _logits(asked, given)[0]
         embedded = frame.enter(ids[0], positions)
         hidden = frame.split(embedded)
         frame_logits = frame.leave(hidden)
@@ -94,15 +100,24 @@ def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
     return logits
 
 
-def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
-    """Return the arguments of a run on token ids; with cross-attention, an encoder's states are added."""
+def _given(ids: Tensor, layers: Sequence[Found], *, encodes: bool) -> dict[str, Any]:
+    """Return the arguments of a run on token ids; with cross-attention, an encoder's states are added.
+
+    Args:
+        ids: `(1, S)`.
+        layers: All layers.
+        encodes: The model that is run has an encoder, if layers cross-attend.
+    """
     width = next((f.spec.cross for f in layers if f.spec is not None and f.spec.cross is not None), None)
     if width is None:
         return {"input_ids": ids}
     from transformers.modeling_outputs import BaseModelOutput
 
     like = next(layers[0].layer.parameters())
-    states = BaseModelOutput(torch.zeros(1, 3, width, dtype=like.dtype, device=like.device))
+    zeros = torch.zeros(1, 3, width, dtype=like.dtype, device=like.device)
+    if not encodes:
+        return {"input_ids": ids, "encoder_hidden_states": zeros}
+    states = BaseModelOutput(zeros)
     states.__dict__ |= {"attention_mask": None, "router_logits": None}  # some encoders return these too
     return {"encoder_outputs": states, "decoder_input_ids": ids}
 
