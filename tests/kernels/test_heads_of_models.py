@@ -1,4 +1,4 @@
-"""What lies between the last layer and the vocabulary projection; chunks of positions."""
+"""What surrounds the layers of decoders with a head of two linears; chunks of positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
 
-BY_NAME = {label(v): v for v in VARIANTS if v[0].name in ("modernbert-decoder", "llama4_text")}
+NAMES = ("modernbert-decoder", "llama4_text")
+TYPED = ("bert causal", "roberta causal", "roberta-prelayernorm causal", "xlm-roberta-xl causal")
+BY_NAME = {label(v): v for v in VARIANTS if v[0].name in NAMES or label(v) in TYPED}
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
@@ -52,6 +54,34 @@ FRAMES: dict[str, Change] = {
 def test_frames_that_contradict_themselves_are_refused(what: str) -> None:
     runs = Sessions(accepted(BY_NAME["modernbert-decoder"], torch.float32), "baseline")
     refuses_frame(runs, FRAMES[what])
+
+
+TYPES: dict[str, Change] = {
+    "a row of no dtype": lambda f: (f, "type_dtype", 99),
+    "a row at an odd address": lambda f: (f, "type_row", f.type_row + 1),
+}
+
+
+@pytest.mark.parametrize("what", TYPES)
+def test_rows_of_types_that_cannot_be_read_are_refused(what: str) -> None:
+    runs = Sessions(accepted(BY_NAME["bert causal"], torch.float32), "baseline")
+    refuses_frame(runs, TYPES[what])
+
+
+def test_a_row_of_types_in_pieces_is_left_to_the_reference() -> None:
+    runs = Sessions(accepted(BY_NAME["bert causal"], torch.float32))
+    frame: Any = runs.model.frame
+    assert refuse_frame(frame) is None
+    module = frame._type_embed[0]
+    module.weight = torch.nn.Parameter(module.weight.detach().T.contiguous().T)
+    assert "with strides" in str(refuse_frame(frame))
+
+
+def test_another_row_of_types_is_used() -> None:
+    runs = Sessions(accepted(BY_NAME["bert causal"], torch.float32))
+    with torch.no_grad():
+        runs.model.frame.type_row.add_(1.0)  # type: ignore[attr-defined]
+    assert runs.error(PREFILL) <= LOGITS[torch.float32]
 
 
 def test_an_activation_without_a_product_is_left_to_the_reference() -> None:
