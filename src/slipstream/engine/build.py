@@ -56,6 +56,8 @@ from slipstream.model.frame.outer_linears import swap_around
 from slipstream.model.frame.run_stack import run_stack
 from slipstream.model.frame.text_encoder import answer_at_once
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
+from slipstream.model.fused.begun import Begins, RunsLayers
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.fused.watch import watch
 from slipstream.model.layers import Found, find_layers
 from slipstream.model.parts.parts import Part, fuse_parts, judge_parts
@@ -149,6 +151,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner, road = _runner(model, plan.frame, blocks, stack, frame_ops, config, device, mesh)
+    if runner is not None and mesh.is_alone:
+        _begin_at_once(device, plan.layers, runner.blocks)
     why = plan.why_no_frame if plan.frame is None or runner else _no_states(device, road)
     notes += [*prepare_road(runner, device, config, mesh), *_about_road(blocks, runner, why, device, road)]
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)
@@ -301,6 +305,24 @@ def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan
     """
     head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
     return bind_ops(Facts(device.torch_device, settings.dtype, None, head), kernels_for(device))
+
+
+def _begin_at_once(device: Device, layers: Sequence[Found], blocks: Sequence[Block]) -> None:
+    """Let layers with a recurrence begin the sequences of the model's own forwards in one call each.
+
+    Args:
+        device: Where the engine runs.
+        layers: All layers.
+        blocks: Those that the engine road runs, whose mixers have been compared with their own code.
+    """
+    states = (injected_state(found.layer) for found in layers if is_injected(found.layer))
+    ours = {id(block) for block in blocks if block.part is not None and not block.spec.beside}
+    found = [state for state in states if id(state.block) in ours]
+    run = bind_stack(device, [state.block for state in found], run_stack).run
+    if found and isinstance(run, RunsLayers):
+        begins = Begins(run)
+        for state in found:
+            state.begins = begins
 
 
 def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:

@@ -140,7 +140,7 @@ def own_mixer(
         answer = mixer(hidden_states=x, **arguments)
         return answer[0] if isinstance(answer, tuple) else answer
 
-    return OwnMixer(part, call, frozenset({mask, "cache_params"}), recurrent)
+    return OwnMixer(part, call, frozenset({mask, "cache_params"}), recurrent, mask)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

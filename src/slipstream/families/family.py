@@ -143,12 +143,14 @@ class OwnMixer:
             returns the part's output.
         reads: Names of arguments that only this part reads.
         recurrent: The part's tensors, where the spec has a `recurrence`.
+        mask: The layer's name for the argument that marks padding, `(B, S)`.
     """
 
     part: str
     call: Callable[[Any, Any, Mapping[str, Any]], Any]
     reads: frozenset[str] = frozenset()
     recurrent: RecurrentParts | None = None
+    mask: str = "attention_mask"
 
 
 class Branches(Protocol):

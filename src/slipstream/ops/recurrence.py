@@ -20,7 +20,7 @@ from slipstream.branches import Norm, Place, Recurrence
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step
 
-__all__ = ["RecurrentLike", "Vectors", "recur"]
+__all__ = ["RecurrentLike", "Vectors", "convolved", "final_state", "recur"]
 
 _LEAST_LENGTH = 1e-6
 """Added to the squared length of queries and keys before the delta rule normalises them."""
@@ -108,36 +108,65 @@ def recur(
     return out
 
 
+def convolved(rows: Tensor, spec: Recurrence) -> Tensor:
+    """Return what the convolution reads of projected tokens `(L, W)`: `(L, channels)`."""
+    if spec.rule == "none":
+        q, v = (rows[:, p.start : p.start + spec.channels] for p in (spec.q, spec.v))
+        return q * v
+    if spec.rule == "selective":
+        return rows[:, spec.v.start : spec.v.start + spec.channels]
+    sizes = _sizes(spec)
+    return torch.cat([_part(rows, getattr(spec, name), spec, sizes[name]) for name in _order(spec)], dim=1)
+
+
+def final_state(states: Tensor, spec: Recurrence) -> Tensor | None:
+    """Return what a rule keeps of states `(N, S)`: `(N, V, D, E)` or `(N, D, channels)`; None without one."""
+    if spec.rule == "none":
+        return None
+    kept = states[:, (spec.width - 1) * spec.channels :]
+    if spec.rule == "selective":
+        return kept.view(-1, spec.key_dim, spec.channels)
+    return kept.view(-1, spec.value_heads, spec.key_dim, spec.value_dim)
+
+
+def _sizes(spec: Recurrence) -> dict[str, int]:
+    """Return how many numbers each key head has of what is convolved."""
+    each = spec.value_heads // spec.key_heads
+    return {"q": spec.key_dim, "k": spec.key_dim, "v": each * spec.value_dim}
+
+
+def _order(spec: Recurrence) -> list[str]:
+    return sorted(_sizes(spec), key=lambda name: int(getattr(spec, name).channel))
+
+
+def _part(rows: Tensor, place: Place, spec: Recurrence, size: int) -> Tensor:
+    """Gather an input of all key heads, `(L, K * size)`."""
+    begins = (place.start + head * place.step for head in range(spec.key_heads))
+    gathered = torch.cat([rows[:, begin : begin + size] for begin in begins], dim=1)
+    return gathered if place.scale == 1.0 else gathered * place.scale
+
+
 def _sequence(rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence, inner: Inner) -> Tensor:
     """Compute the output `(L, outputs)` of some tokens of one sequence, and update its state."""
     older = spec.width - 1
     past = state[: older * spec.channels].view(older, spec.channels)
+    mixed = _convolve(convolved(rows, spec), vectors, past)
     if spec.rule == "none":
-        q, v, gate = (rows[:, p.start : p.start + spec.channels] for p in (spec.q, spec.v, spec.gate))
-        return gate * _convolve(q * v, vectors, past)
+        return rows[:, spec.gate.start : spec.gate.start + spec.channels] * mixed
+    final, mixed = final_state(state[None], spec), F.silu(mixed)
+    if final is None:
+        raise AssertionError("a rule keeps a state")
     if spec.rule == "selective":
-        v, gate = (rows[:, p.start : p.start + spec.channels] for p in (spec.v, spec.gate))
-        own = state[older * spec.channels :].view(spec.key_dim, spec.channels)
-        return _selective(F.silu(_convolve(v, vectors, past)), vectors, own, spec, inner) * F.silu(gate)
-    each = spec.value_heads // spec.key_heads
-
-    def part(place: Place, size: int) -> Tensor:
-        """Gather an input of all key heads, `(L, K * size)`."""
-        begins = (place.start + head * place.step for head in range(spec.key_heads))
-        gathered = torch.cat([rows[:, begin : begin + size] for begin in begins], dim=1)
-        return gathered if place.scale == 1.0 else gathered * place.scale
-
-    sizes = {"q": spec.key_dim, "k": spec.key_dim, "v": each * spec.value_dim}
-    order = sorted(sizes, key=lambda name: getattr(spec, name).channel)
-    mixed = torch.cat([part(getattr(spec, name), sizes[name]) for name in order], dim=1)
-    mixed = F.silu(_convolve(mixed, vectors, past))
+        gate = rows[:, spec.gate.start : spec.gate.start + spec.channels]
+        return _selective(mixed, vectors, final[0], spec, inner) * F.silu(gate)
+    each, sizes, order = spec.value_heads // spec.key_heads, _sizes(spec), _order(spec)
     widths = [spec.key_heads * sizes[name] for name in order]
     heads = dict(zip(order, mixed.split(widths, dim=1), strict=True))
     q, k = (heads[name].unflatten(1, (spec.key_heads, -1)).repeat_interleave(each, dim=1) for name in "qk")
     v = heads["v"].unflatten(1, (spec.value_heads, -1))
-    own = state[older * spec.channels :].view(spec.value_heads, spec.key_dim, spec.value_dim)
-    out = _rule(q, k, v, part(spec.rate, each), part(spec.decay, each), vectors, own, spec).flatten(1)
-    gate = F.silu(part(spec.gate, each * spec.value_dim))
+    rate, decay = (_part(rows, place, spec, each) for place in (spec.rate, spec.decay))
+    out = _rule(q, k, v, rate, decay, vectors, final[0], spec).flatten(1)
+    gate = F.silu(_part(rows, spec.gate, spec, each * spec.value_dim))
     return _normed(out * gate, vectors, spec) if spec.gate_first else _normed(out, vectors, spec) * gate
 
 

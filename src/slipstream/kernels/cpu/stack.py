@@ -139,6 +139,13 @@ class NativeStack:
             call.inputs, call.inputs_stride = inputs.data_ptr(), inputs.stride(0)
         return self._run(prepared, slice(first, first + len(blocks)), call, x, step, caches, tables)
 
+    def takes(self, block: Any, x: Tensor) -> bool:
+        """Whether a call for one layer and rows `(T, C)` runs natively, given a cache that serves it."""
+        place = self._place.get(id(block))
+        mine = place is not None and self.blocks[place] is block
+        known = x.dtype in DTYPES and x.device.type == "cpu" and 0 < x.shape[0] <= self.most_tokens
+        return mine and known and self.ready() is not None
+
     def has(self, block: Any) -> bool:
         """Whether a block belongs to this stack, and runs without a paged cache, too."""
         place = self._place.get(id(block))

@@ -26,6 +26,7 @@ from slipstream.model.block.layer_call import LayerCall, LayerSignature
 from slipstream.model.block.own_attention import run_own
 from slipstream.model.block.positions import own_angles, rope_table
 from slipstream.model.block.run import run_block
+from slipstream.model.fused.begun import begin
 from slipstream.model.fused.defer import defer
 from slipstream.model.fused.layer_changes import has_hooks, parts_of
 from slipstream.model.fused.links import link, refuse_alone, relink
@@ -154,6 +155,10 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
     mixer = state.mixer
     if mixer is not None:
         part, given = layer.get_submodule(mixer.part), call.given or {}
+        if state.begins is not None:
+            begun = begin(state.begins, state.block, part, mixer, call, state.index + call.offset)
+            if begun is not None:
+                return (begun,)
         with state.scope(call.hidden):
             return run_block(state.block, call, state.index, table, mix=lambda x: mixer.call(part, x, given))
     relative = relative_of(layer, state.relative)

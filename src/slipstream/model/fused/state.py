@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,9 @@ from slipstream.model.fused.layer_changes import Parts, is_intact
 from slipstream.model.fused.links import Link, all_hold
 from slipstream.spec import Role
 from slipstream.weights.recipe import Plan
+
+if TYPE_CHECKING:
+    from slipstream.model.fused.begun import Begins
 
 __all__ = ["STATE", "Injected", "injected_state", "is_injected", "is_untouched"]
 
@@ -50,6 +53,7 @@ class Injected:
         feeder: The module that replaces the feed-forward, if any.
         course: The family's order of the branches, where the spec has a `course`.
         unread: Names of arguments that nothing reads.
+        begins: How the layer begins sequences in one call, if its mixer has a recurrence.
         scope: Makes the context of a call with states `(B, S, C)`: torch's threads, above all.
         declined: Number of calls that the original code served.
     """
@@ -73,6 +77,7 @@ class Injected:
     feeder: OwnMixer | None = None
     course: OwnCourse | None = None
     unread: frozenset[str] = frozenset()
+    begins: Begins | None = None
     scope: Callable[[Tensor], AbstractContextManager[None]] = _as_it_is
     declined: int = 0
 
