@@ -99,7 +99,11 @@ def why_not_packed(
         kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None
     ):
         return "stop_strings are set in a generation config, or given without a tokenizer"
-    mask = kwargs.get("attention_mask")
+    return _why_not_masked(request, kwargs.get("attention_mask"))
+
+
+def _why_not_masked(request: Request, mask: Tensor | None) -> str | None:
+    """Return why the road does not support a call's attention mask, or None if it does."""
     mask = _inferred_mask(request) if mask is None else mask
     if mask is not None and not request.encoded and not _is_left_padded(mask):
         return "the attention mask is not zeros on the left followed by ones"

@@ -106,6 +106,8 @@ class LayerSignature:
         named = dict(zip(self._order, args, strict=False), **kwargs)
         if "hidden_state" in named and self.hidden == "hidden_states":
             named[self.hidden] = named.pop("hidden_state")  # transformers' decorators accept this name too
+        if _STATES_MASK in self._ignorable:  # the layer does not read it, though it is given states
+            named.pop(_STATES_MASK, None)
         return named
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: BlockSpec) -> LayerCall | None:
@@ -134,8 +136,6 @@ class LayerSignature:
         cache = _pop_first(given, _CACHES)
         bias = _pop_first(given, _BIASES)
         cross = None
-        if _STATES_MASK in self._ignorable:
-            given.pop(_STATES_MASK, None)
         if spec.cross is not None and given.get("encoder_hidden_states") is not None:
             cross = read_cross(given, hidden, cache)
             if cross is None:

@@ -41,6 +41,7 @@
 #include "rows.h"
 #include "work_share.h"
 #include "transposed.h"
+#include "dots.h"
 #include "matmul.h"
 #include "functions.h"
 #include "gemm.h"
