@@ -320,6 +320,9 @@ _DECODERS = {
             "mamba_head_dim": 64,
         },
     ),
+    "bert_decoder": Subject(
+        "decoder", "BertLMHeadModel", "BertConfig", {"is_decoder": True, "max_position_embeddings": 1024}
+    ),
     "mamba": _decoder(
         "Mamba",
         {

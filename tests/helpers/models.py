@@ -19,6 +19,7 @@ from slipstream.engine.generation.runner import Session
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.cpu.text import NativeText
 from slipstream.model.block.block import Block
+from slipstream.model.fused import inject as injection
 
 VOCABULARY = 100
 
@@ -246,9 +247,17 @@ def blocks_that_run() -> Iterator[Ran]:
 
         return run_several
 
+    begin = injection.begin
+
+    def begun(begins: Any, block: Block, *args: Any) -> Tensor | None:
+        out = begin(begins, block, *args)
+        ran.blocks += [] if out is None else [block]
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "__call__", run_one)
         patch.setattr(Block, "follow", run_course)
+        patch.setattr(injection, "begin", begun)
         for kind, name in ((NativeStack, "encode"), (NativeStack, "extend"), (NativeText, "__call__")):
             patch.setattr(kind, name, counting(getattr(kind, name)))
         yield ran
