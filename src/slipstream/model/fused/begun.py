@@ -170,7 +170,7 @@ def _run(run: RunsLayers, block: Block, x: Tensor, lens: Sequence[int]) -> tuple
     starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
     torch.cumsum(counts, 0, out=starts[1:])
     positions = torch.cat([torch.arange(count, device=device) for count in lens])
-    empty = torch.empty(0, device=device)
+    empty = torch.empty(0, dtype=torch.float32, device=device)
     step = Step(
         token_ids=positions,
         positions=positions,
@@ -208,7 +208,8 @@ def _kept_as(begins: Begins, block: Block, layer: _Layer, cache: Any) -> _Kept |
 
 def _compared(run: RunsLayers, block: Block, layer: _Layer, cache: Any) -> _Kept | None:
     spec, index = layer.recurrent.spec, layer.index
-    x = torch.randn(_FEW, block.spec.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_FEW, block.spec.hidden, generator=generator, dtype=torch.float32, device="cpu")
     x = x.to(layer.recurrent.last.computes_in)
     own = copy.copy(cache)
     own.layers = list(cache.layers)
