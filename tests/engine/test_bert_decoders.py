@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import load
-from tests.helpers.models import Pair, inject, roads
+from tests.helpers.models import Pair, inject, roads, same_tokens
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
@@ -97,14 +97,7 @@ def padded(*, left: bool) -> dict[str, Tensor]:
 
 def both(models: Pair, road: str = "engine", **options: Any) -> Tensor:
     options = {"max_new_tokens": 20, "input_ids": prompt(), **options}
-    answers = []
-    for model in (models.original, models.engine):
-        torch.manual_seed(3)
-        with roads(models.engine) as counts:
-            answers.append(model.generate(**options))
-    assert (counts.module == 0) == (road == "engine")
-    assert torch.equal(*answers)
-    return answers[0]  # type: ignore[no-any-return]
+    return same_tokens(models, road, **options)
 
 
 CALLS: dict[str, dict[str, Any]] = {

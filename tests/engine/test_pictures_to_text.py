@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import load
-from tests.helpers.models import Pair, inject, roads
+from tests.helpers.models import Pair, inject, roads, same_tokens
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
@@ -88,15 +88,7 @@ def pictures(rows: int = 2) -> Tensor:
 
 def both(models: Pair, road: str = "engine", **options: Any) -> Tensor:
     options = {"max_new_tokens": 20, "pixel_values": pictures(), **options}
-    answers = []
-    for model in (models.original, models.engine):
-        torch.manual_seed(3)
-        with roads(models.engine) as counts:
-            answers.append(model.generate(**options))
-    # The road runs a copy of the runner, which has the encoder's states.
-    assert (counts.module == 0) == (road == "engine")
-    assert torch.equal(*answers)
-    return answers[0]  # type: ignore[no-any-return]
+    return same_tokens(models, road, **options)
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,19 @@ def roads(engine: Any) -> Iterator[Roads]:
         yield counts
 
 
+def same_tokens(models: Pair, road: str, **options: Any) -> Tensor:
+    """Generate with a model and its engine, which takes the given road; return the tokens, equal in both."""
+    answers = []
+    for model in (models.original, models.engine):
+        torch.manual_seed(3)
+        with roads(models.engine) as counts:
+            answers.append(model.generate(**options))
+    # The road of an encoder-decoder runs a copy of the runner, which has the encoder's states.
+    assert (counts.module == 0) == (road == "engine")
+    assert torch.equal(*answers)
+    return answers[0]  # type: ignore[no-any-return]
+
+
 @dataclass
 class Ran:
     """The blocks that ran in forwards, in order, and the native calls that ran several of them.

@@ -56,7 +56,7 @@ from slipstream.model.frame.outer_linears import swap_around
 from slipstream.model.frame.run_stack import run_stack
 from slipstream.model.frame.text_encoder import answer_at_once
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
-from slipstream.model.fused.begun import Begins, RunsLayers
+from slipstream.model.fused.begun import Begins, Layouts, RunsLayers
 from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.fused.watch import watch
 from slipstream.model.layers import Found, find_layers
@@ -317,12 +317,11 @@ def _begin_at_once(device: Device, layers: Sequence[Found], blocks: Sequence[Blo
     """
     states = (injected_state(found.layer) for found in layers if is_injected(found.layer))
     ours = {id(block) for block in blocks if block.part is not None and not block.spec.beside}
-    found = [state for state in states if id(state.block) in ours]
-    run = bind_stack(device, [state.block for state in found], run_stack).run
-    if found and isinstance(run, RunsLayers):
-        begins = Begins(run)
-        for state in found:
-            state.begins = begins
+    kept: Layouts = {}
+    for state in (state for state in states if id(state.block) in ours):
+        # A stack for each: before a call, it looks whether any tensor of any of its layers has moved.
+        run = bind_stack(device, [state.block], run_stack).run
+        state.begins = Begins(run, kept) if isinstance(run, RunsLayers) else None
 
 
 def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:

@@ -72,6 +72,7 @@ class RecurrentLike(Protocol):
     @property
     def vectors(self) -> Vectors: ...  # noqa: D102
     def refuses(self) -> str | None: ...  # noqa: D102
+    def projected(self, x: Tensor, linear: Callable[..., Tensor]) -> Tensor: ...  # noqa: D102
     def __call__(  # noqa: D102
         self, x: Tensor, step: Step, states: Tensor, linear: Callable[..., Tensor]
     ) -> Tensor: ...

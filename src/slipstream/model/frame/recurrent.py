@@ -121,6 +121,10 @@ class RecurrentPart:
                 return f"its {name} has {None if tensor is None else tensor.numel()} numbers"
         return None
 
+    def projected(self, x: Tensor, linear: Callable[..., Tensor]) -> Tensor:
+        """Return the projected rows, `(T, W)`, of the block's normalised input `(T, C)`."""
+        return torch.cat([times(linear, x, weight) for weight in self.projections], dim=-1)
+
     def __call__(self, x: Tensor, step: Step, states: Tensor, linear: Callable[..., Tensor]) -> Tensor:
         """Run the mixer on packed tokens.
 
@@ -133,7 +137,7 @@ class RecurrentPart:
         Returns:
             `(T, C)`.
         """
-        rows = torch.cat([times(linear, x, weight) for weight in self.projections], dim=-1)
+        rows = self.projected(x, linear)
         inner = tuple(partial(_narrowed, linear, weight) for weight in self.inner)
         return times(linear, recur(rows, self.vectors, step, states, self.spec, inner), self.last)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,11 +23,10 @@ from slipstream.model.block.layer_call import LayerCall
 from slipstream.model.fused.layer_changes import is_hooked
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.ops.kv_cache import Caches, LayerCache
-from slipstream.ops.linear import times
 from slipstream.ops.recurrence import RecurrentLike, convolved, final_state
 from slipstream.ops.step import Step
 
-__all__ = ["Begins", "RunsLayers", "begin"]
+__all__ = ["Begins", "Layouts", "RunsLayers", "begin"]
 
 _FEW = 6
 """Tokens of the comparison with a module's own code: more than a convolution covers."""
@@ -63,17 +62,21 @@ class _Kept:
     turned: bool = False
 
 
+Layouts = dict[tuple[type, torch.dtype], _Kept | None]
+"""How transformers keeps states, by class of the module and dtype, as far as known; None where it is not."""
+
+
 @dataclass
 class Begins:
-    """How the layers with a recurrence of a model begin sequences.
+    """How a layer with a recurrence begins sequences.
 
     Attributes:
-        run: Runs them.
-        kept: How transformers keeps their states, by class of the module and dtype; None if unknown.
+        run: Runs it.
+        kept: Shared by the layers of a model.
     """
 
     run: RunsLayers
-    kept: dict[tuple[type, torch.dtype], _Kept | None] = field(default_factory=dict)
+    kept: Layouts
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def begin(
     """Run a layer on the beginning of sequences.
 
     Args:
-        begins: What the layers of the model share.
+        begins: Belongs to the layer.
         block: The fused layer; its mixer replaces attention.
         part: The mixer's module.
         mixer: How that is called.
@@ -192,8 +195,7 @@ def _inputs(block: Block, part: RecurrentLike, x: Tensor, spans: Sequence[tuple[
     out = torch.zeros(len(spans), spec.channels, spec.width, dtype=x.dtype, device=x.device)
     for into, row, (first, last) in zip(out, x, spans, strict=True):
         normed = block.entered(row[max(first, last - spec.width) : last])
-        rows = torch.cat([times(block.ops.linear.run, normed, each) for each in part.projections], dim=-1)
-        inputs = convolved(rows, spec)
+        inputs = convolved(part.projected(normed, block.ops.linear.run), spec)
         into[:, spec.width - len(inputs) :] = inputs.mT
     return out
 
