@@ -284,13 +284,14 @@ def _in_room(original: nn.Module, engine: nn.Module, ids: Tensor) -> float:
 def _greedy(
     original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor
 ) -> tuple[str, str]:
-    """Compare greedy tokens, beams, caches and lookups of a padded batch; return the result and the road."""
+    """Compare tokens and caches of a padded batch: greedy, continued, beams, lookups; and return the road."""
     if not getattr(original, "can_generate", lambda: False)():
         return "-", "-"
     options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     answers = [model.generate(ids, **options, return_dict_in_generate=True) for model in (original, engine)]
     same = torch.equal(*(answer.sequences for answer in answers))
     alike = operator.eq(*(_shapes(answer.get("past_key_values")) for answer in answers))
+    continued = _continues(original, engine, answers, mask)
     road = "compatible" if engine.why_compatible() else "engine"
     options = {**options, "num_beams": 3, "num_return_sequences": 2}
     answers = [model.generate(ids, **options, return_dict_in_generate=True) for model in (original, engine)]
@@ -302,8 +303,26 @@ def _greedy(
         "OTHER BEAMS": not beams,
         "OTHER CACHE": not alike,
         "OTHER LOOKUP": not assisted,
+        "CONTINUES OTHERWISE": not continued,
     }
     return next((fault for fault, is_there in faults.items() if is_there), "identical"), road
+
+
+def _continues(original: Any, engine: Any, answers: list[Any], mask: Tensor) -> bool:
+    """Whether both write the same after two more tokens, and extend their caches by the same."""
+    caches = [answer.get("past_key_values") for answer in answers]
+    takes_it = "past_key_values" in inspect.signature(original.forward).parameters
+    if original.config.is_encoder_decoder or not takes_it:
+        return True
+    more = answers[0].sequences[:, -1:].repeat(1, 2)
+    ids = torch.cat([answers[0].sequences, more], dim=1)
+    mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    tokens = [
+        model.generate(ids, **options, past_key_values=cache)
+        for model, cache in zip((original, engine), caches, strict=True)
+    ]
+    return torch.equal(*tokens) and operator.eq(*map(_shapes, caches))
 
 
 def _looks_up(original: Any, engine: slipstream.InferenceEngine, ids: Tensor) -> bool:

@@ -235,8 +235,10 @@ class InferenceEngine(Weights):
                 agree_on_tokens(_sequences(output), ranks)
             return output
         helpers = helpers_of(request, kwargs, _as_assistant)
-        decode = Loop(runner, kwargs.get("streamer"), ranks, helpers=helpers, held=held).method()
-        spared = {} if runner.takes_over else unread_cache(self.module, request)
+        cache = kwargs.get("past_key_values")
+        loop = Loop(runner, kwargs.get("streamer"), ranks, helpers=helpers, held=held, cache=cache)
+        decode = loop.method()
+        spared = {} if runner.takes_over or cache is not None else unread_cache(self.module, request)
         return generate(**{**move_stop_strings(kwargs), **spared, "custom_generate": decode})
 
     def _draft(self, given: dict[str, Any], held: Held) -> Any:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.generation.decode import Decode
-from slipstream.engine.generation.export import exported
+from slipstream.engine.generation.export import Rows, append_to, exported
 from slipstream.engine.generation.fork import followed, forked
-from slipstream.engine.generation.multimodal import Begun, last_tokens
+from slipstream.engine.generation.multimodal import Begun, Kept, kept_by, last_tokens
 from slipstream.engine.generation.protocols import OnTokens
 from slipstream.engine.generation.runner import Runner, make_step
 from slipstream.engine.generation.schedule import Chunk, Schedule
@@ -68,6 +68,7 @@ class Batch:
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._shifts = [0] * rows
+        self._resumed = 0
         self._decode: Decode | None = None
         self._penalty: Penalty | None = None
         self._suppression: Suppression | None = None
@@ -334,17 +335,33 @@ class Batch:
     def fill(self, begun: Begun) -> None:
         """Store the cache of prompts that ran elsewhere; the first step returns the logits of that run."""
         self._schedule = Schedule(max(self._schedule.token_budget, len(self._padding)))
-        for row, held in enumerate(self._held()):
-            self._schedule.add(row, held, done=held)
-            slots = slots_of(self._blocks[row], held, self._tokens.device)
-            for made, kept in zip(begun.layers, self._cache.layers, strict=True):
+        self._store(begun.layers, self._length)
+        self._shifts = list(begun.shifts)
+        self._session.give(begun.logits)
+
+    def resume(self, cache: Any) -> None:
+        """Store a transformers cache of the prompts' first tokens, so that only the others run."""
+        self._resumed = seen = int(cache.get_seq_length())
+        layers = kept_by(cache, self._runner, len(self._padding), seen) if seen else []
+        if layers is None:
+            raise AssertionError("a cache was used that had not been checked")
+        if layers:
+            self._store(layers, seen)
+
+    def _store(self, layers: Sequence[Kept], seen: int) -> None:
+        """Store what layers keep of the first `seen` tokens, padding included; these need not run."""
+        for row, padding in enumerate(self._padding):
+            done = max(seen - padding, 0)
+            self._schedule.add(row, self._length - padding, done=done)
+            if done == 0:
+                continue
+            slots = slots_of(self._blocks[row], done, self._tokens.device)
+            for made, kept in zip(layers, self._cache.layers, strict=True):
                 if made.states is not None and kept.states is not None:
                     kept.states[row] = made.states[row]
                 if made.pages is not None:
-                    k, v = (last_tokens(part[row], held) for part in made.pages)
+                    k, v = (last_tokens(part[row], done) for part in made.pages)
                     write_cache(k, v, *kept.pages, slots)
-        self._shifts = list(begun.shifts)
-        self._session.give(begun.logits)
 
     def fork(self, times: int) -> None:
         """Replace each row by `times` adjacent copies of itself; all tokens of the rows must have run."""
@@ -378,6 +395,14 @@ class Batch:
 
     def export(self, model: Any) -> Any:
         """Return the keys and values so far as a transformers cache, by `exported`."""
-        seen = self._length - self._schedule.is_behind
-        rows = tuple(zip(self._blocks, self._padding, strict=True))
-        return exported(model, self._runner, self._cache, rows, seen)
+        return exported(model, self._runner, self._cache, self._rows(), self._seen())
+
+    def extend(self, cache: Any) -> None:
+        """Append what has run since `resume` to the cache that was given there, in place."""
+        append_to(cache, self._runner, self._cache, self._rows(), self._resumed, self._seen())
+
+    def _rows(self) -> Rows:
+        return tuple(zip(self._blocks, self._padding, strict=True))
+
+    def _seen(self) -> int:
+        return self._length - self._schedule.is_behind

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.generation.runner import Runner
-from slipstream.model.block.paged_cache import PagedCache
+from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.kv_cache import CachePart, read_cache
 
-__all__ = ["exported"]
+__all__ = ["Rows", "append_to", "exported"]
 
 
-def exported(
-    model: Any, runner: Runner, cache: PagedCache, rows: Sequence[tuple[Sequence[int], int]], seen: int
-) -> Any:
+Rows = Sequence[tuple[Sequence[int], int]]
+"""For each sequence, its blocks in order and the length of its padding."""
+
+
+def exported(model: Any, runner: Runner, cache: PagedCache, rows: Rows, seen: int) -> Any:
     """Return the first tokens' keys and values as a transformers cache: `(B, K, N, D)`, padded with zeros.
 
     For families whose own cache repeats keys and values for every query head that shares them, the shape is
@@ -30,28 +32,47 @@ def exported(
         model: Its config shapes the cache.
         runner: Its blocks describe the layers.
         cache: What the layers keep.
-        rows: For each sequence, its blocks in order and the length of its padding.
+        rows: The sequences.
         seen: N, padding included.
     """
     from transformers import DynamicCache
 
     out = DynamicCache(config=model.config)
+    append_to(out, runner, cache, rows, 0, seen)
+    return out
+
+
+def append_to(out: Any, runner: Runner, cache: PagedCache, rows: Rows, first: int, seen: int) -> None:
+    """Append the keys and values of tokens `first` to `seen`, padding included, to a transformers cache.
+
+    Args:
+        out: Has the tokens before `first`; updated in place.
+        runner: As of `exported`.
+        cache: As of `exported`.
+        rows: As of `exported`.
+        first: Index of the first token.
+        seen: Index after the last token.
+    """
     for index, kept in enumerate(cache.layers):
         spec = runner.blocks[index].spec
         if spec.sharing == "borrows":  # transformers' cache has no such layers
             continue
         parts = [
-            torch.stack([_row(part, blocks, padding, seen, runner.dtype) for blocks, padding in rows])
-            for part in kept.pages
+            torch.stack([_row(part, *row, first, seen, runner.dtype) for row in rows]) for part in kept.pages
         ]
         if spec.cache_repeated:
             parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]
         out.update(parts[0], parts[1], index)
-    return out
 
 
-def _row(part: CachePart, blocks: Sequence[int], padding: int, seen: int, dtype: torch.dtype) -> Tensor:
+def _row(
+    part: CachePart, blocks: Sequence[int], padding: int, first: int, seen: int, dtype: torch.dtype
+) -> Tensor:
+    """Return one row's keys or values of tokens `first` to `seen`, `(K, seen - first, D)`."""
     device = part.codes.device if not isinstance(part, Tensor) else part.device
-    indices = torch.tensor(blocks, device=device)
-    real = read_cache(part, indices, dtype).flatten(0, 1)[: seen - padding].transpose(0, 1)
-    return torch.nn.functional.pad(real, (0, 0, padding, 0))
+    start, stop = max(first - padding, 0), seen - padding  # without padding
+    skipped = start // BLOCK_SIZE
+    indices = torch.tensor(blocks[skipped : -(-stop // BLOCK_SIZE)], device=device)
+    there = read_cache(part, indices, dtype).flatten(0, 1)
+    real = there[start - skipped * BLOCK_SIZE : stop - skipped * BLOCK_SIZE].transpose(0, 1)
+    return torch.nn.functional.pad(real, (0, 0, seen - first - real.shape[1], 0))

@@ -47,6 +47,7 @@ class Loop:
         begun: The prompts' results if the model's own forward has run them; None otherwise.
         helpers: `assistant_model` and tokenizers of the call, which are not passed to custom methods either.
         held: Where an assistant's tokens are held between its calls; None for any other model.
+        cache: The caller's cache, from which the call continues and which it extends; None if it gave none.
     """
 
     runner: Runner
@@ -55,6 +56,7 @@ class Loop:
     begun: Begun | None = None
     helpers: Mapping[str, Any] = field(default_factory=dict)
     held: Held | None = None
+    cache: Any = None
 
     def method(self) -> Callable[..., Any]:
         """Return the loop as a plain function, because transformers inspects the signature."""
@@ -110,9 +112,8 @@ class Loop:
         batch, runner = self._admit(input_ids, int(config.max_length) if most is None else most, model_kwargs)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Finished rows are dropped to save work, unless the caller sees what the model computes for them.
-        keep_finished = (
-            cross or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
-        )
+        returns_cache = config.return_dict_in_generate or self.cache is not None
+        keep_finished = cross or returns_cache or not has_eos or runner.frame.angles_share_a_length
         stop, record = _Stop(stopping_criteria), _Record(config)
         rows = _Rows(input_ids.shape[0], config._pad_token_tensor if has_eos else None)
         stream = None if self.streamer is None else _Stream(self.streamer, rows)
@@ -138,9 +139,15 @@ class Loop:
                 break
             if not keep_finished:
                 batch.drop(rows.alive)
+        if self.cache is not None:
+            batch.extend(self.cache)
         if self.streamer is not None:
             self.streamer.end()
-        return record.output(model, batch, self.held) if config.return_dict_in_generate else batch.ids.clone()
+        if not config.return_dict_in_generate:
+            return batch.ids.clone()
+        # A batch that is held continues from its own cache.
+        made = batch.export(model) if self.cache is None and self.held is None else None
+        return record.output(batch, self.cache if made is None else made)
 
     def _searched(
         self,
@@ -259,6 +266,8 @@ class Loop:
             runner = with_encoder(runner, *encoded(inputs), max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
         batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
+        if self.cache is not None:
+            batch.resume(self.cache)
         if self.begun is not None:
             batch.fill(self.begun)
         return batch, runner
@@ -382,10 +391,9 @@ class _Record:
         if self.logits is not None:
             self.logits += (logits,)
 
-    def output(self, model: Any, batch: Batch, held: Held | None) -> Any:
-        """Return transformers' output; without a cache if the batch is held, and continues from its own."""
+    def output(self, batch: Batch, cache: Any) -> Any:
+        """Return transformers' output, with this cache."""
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         record: dict[str, Any] = {"scores": self.scores, "logits": self.logits}
-        cache, sequences = batch.export(model) if held is None else None, batch.ids.clone()
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **record)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(sequences=batch.ids.clone(), past_key_values=cache, **record)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from slipstream.engine.frames import text_config
 from slipstream.engine.generation.runner import Runner
 from slipstream.spec import BlockSpec, Recurrence, lender_of
 
-__all__ = ["Begun", "Kept", "begin", "last_tokens"]
+__all__ = ["Begun", "Kept", "begin", "kept_by", "last_tokens"]
 
 _SILENT = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position", "past_key_values"})
 """Inputs of a step that do not affect what its token computes."""
@@ -76,7 +76,7 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     longer = torch.cat([ids, ids[:, -1:]], dim=1)  # which token is appended does not matter
     step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **later)
     shifts = _shifts(model, step, ids.shape[1], inputs.get("attention_mask"))
-    layers = _kept(cache, runner, ids.shape)
+    layers = kept_by(cache, runner, *ids.shape)
     return None if shifts is None or layers is None else Begun(layers, _last(answer), shifts)
 
 
@@ -120,8 +120,15 @@ def _places(positions: Tensor, rows: int) -> list[int] | None:
     return [int(place) for place in axes[0, :, 0].expand(rows)]
 
 
-def _kept(cache: Any, runner: Runner, prompt: torch.Size) -> list[Kept] | None:
-    """Return what each layer keeps; None if the cache has another form, or fewer tokens than are seen."""
+def kept_by(cache: Any, runner: Runner, rows: int, seen: int) -> list[Kept] | None:
+    """Return what each layer keeps; None if the cache has another form, or fewer tokens than are read.
+
+    Args:
+        cache: A cache of transformers, of `rows` sequences of `seen` tokens, padding included.
+        runner: Its blocks describe the layers.
+        rows: B.
+        seen: N.
+    """
     specs = [block.spec for block in runner.blocks]
     own = [index for index, spec in enumerate(specs) if spec.sharing != "borrows"]
     # Versions of transformers differ in whether layers that borrow have a place in the cache, an empty one.
@@ -134,8 +141,8 @@ def _kept(cache: Any, runner: Runner, prompt: torch.Size) -> list[Kept] | None:
         if index not in layers:
             kept.append(kept[lender_of(specs, index)])
             continue
-        pages = _pages(layers[index], spec, prompt) if spec.cached else None
-        states = None if spec.recurrence is None else _states(layers[index], spec.recurrence, prompt[0])
+        pages = _pages(layers[index], spec, rows, seen) if spec.cached else None
+        states = None if spec.recurrence is None else _states(layers[index], spec.recurrence, rows)
         missing = (pages is None and spec.cached) or (states is None and spec.recurrence is not None)
         if missing or (pages is None and states is None):
             return None
@@ -143,19 +150,20 @@ def _kept(cache: Any, runner: Runner, prompt: torch.Size) -> list[Kept] | None:
     return kept
 
 
-def _pages(layer: Any, spec: BlockSpec, prompt: torch.Size) -> tuple[Tensor, Tensor] | None:
+def _pages(layer: Any, spec: BlockSpec, rows: int, seen: int) -> tuple[Tensor, Tensor] | None:
     """Return keys and values of a layer in transformers' cache; None if they have another form there."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
-        return None
-    heads = spec.heads if spec.cache_repeated else spec.kv_heads
     reach = spec.chunk if spec.window is None else spec.window
-    seen = prompt[1] if reach is None else min(prompt[1], reach - 1)
-    for part in (keys, values):
-        if part.shape[:2] != (prompt[0], heads) or not seen <= part.shape[2] <= prompt[1]:
+    least = seen if reach is None else min(seen, reach - 1)
+    parts = []
+    for name, (heads, width) in zip(("keys", "values"), spec.cached, strict=True):
+        part = getattr(layer, name, None)
+        repeats = spec.heads // heads if spec.cache_repeated else 1
+        if not isinstance(part, Tensor) or part.dim() != 4 or not least <= part.shape[2] <= seen:
             return None
-    step = heads // spec.kv_heads
-    return keys[:, ::step], values[:, ::step]
+        if (*part.shape[:2], part.shape[3]) != (rows, repeats * heads, width):
+            return None
+        parts.append(part[:, ::repeats])
+    return parts[0], parts[1]
 
 
 def _states(layer: Any, spec: Recurrence, rows: int) -> Tensor | None:

@@ -35,7 +35,7 @@ __all__ = [
 MODES = ("greedy_search", "sample", *BEAMS)
 """Transformers' names of the generation modes that the engine road supports for every model."""
 
-_OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
+_OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "past_key_values", "use_cache"})
 _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
 _PICTURES = frozenset({"pixel_values", "interpolate_pos_encoding"})
 """Inputs of an encoder of pictures, which transformers runs before it hands over."""
@@ -67,7 +67,6 @@ def why_not_packed(
     for name in (
         "custom_generate",
         "inputs_embeds",
-        "past_key_values",
         "position_ids",
         "synced_gpus",
         "encoder_outputs",

@@ -18,6 +18,7 @@ from slipstream.engine.generation.refusals import (
     why_not_so_long,
 )
 from slipstream.engine.generation.request import Request, repeats_generate
+from slipstream.engine.generation.resumed import why_not_resumed
 from slipstream.engine.generation.runner import Runner
 from slipstream.parallel import Axis
 
@@ -41,11 +42,14 @@ def why_not_the_road(
     assistant = kwargs.get("assistant_model")
     if ranks.size > 1 and request.config.get_generation_mode(assistant).value == ASSISTED:
         return "several ranks share the model, and a draft helps"
+    if ranks.size > 1 and kwargs.get("past_key_values") is not None:
+        return "several ranks share the model, and a cache is given"
     typed = runner.frame.spec.type_embed is not None
     return (
         why_not_readable(runner, request)
         or why_not_kept(runner, request, assistant)
         or why_not_packed(model, request, kwargs, takes_over=runner.takes_over, typed=typed)
+        or why_not_resumed(model, runner, request, kwargs)
         or why_not_so_long(model, runner, request)
         or why_not_intact(model, runner)
     )

@@ -1,0 +1,96 @@
+"""Generation that continues from a cache of transformers, which it extends in place.
+
+The engine's own cache is filled from the given one, the tokens that it lacks run as any prompt does, and in
+the end the keys and values of all that have run are appended to the given one, as the model's forwards would
+have done one by one.
+
+Shapes: B batch, S prompt (padded), N cached tokens (padded), K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.engine.generation.multimodal import kept_by
+from slipstream.engine.generation.request import Request
+from slipstream.engine.generation.runner import Runner
+from slipstream.engine.generation.stand_in import is_transformers
+
+__all__ = ["why_not_resumed"]
+
+_METHODS = (
+    "prepare_inputs_for_generation",
+    "_prefill",
+    "_prepare_position_ids_for_generation",
+    "_update_model_kwargs_for_generation",
+)
+"""Methods of a model that decide which tokens run after those in a cache, and at which positions."""
+
+_GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+"""Layers of a cache that grow; the last, which not all versions have, keeps nothing."""
+
+
+def why_not_resumed(
+    model: nn.Module, runner: Runner, request: Request, kwargs: Mapping[str, Any]
+) -> str | None:
+    """Return why a call cannot continue from the cache that it is given; None if it can, or is given none.
+
+    Args:
+        model: The causal language model.
+        runner: Runs the model over packed tokens.
+        request: The call as read by `read_request`.
+        kwargs: The call's arguments.
+    """
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        return None
+    config, prompt = request.config, request.prompt
+    if config.get_generation_mode(kwargs.get("assistant_model")).value not in ("greedy_search", "sample"):
+        return "a cache is given to a search, or to a model with an assistant"
+    if config.num_return_sequences > 1:
+        return "a cache is given, and several sequences per prompt are to be returned"
+    if runner.takes_over or request.encoded or prompt is None or not is_transformers(model, *_METHODS):
+        return "a cache is given to a model that prepares its inputs in a way of its own"
+    specs = [block.spec for block in runner.blocks]
+    if not all(spec.keeps_pages_alone for spec in specs):
+        return "a cache is given, and some layers keep states, or nothing"
+    if any(spec.alibi is not None for spec in specs):
+        return "a cache is given, and biases by position are made from the mask of the new tokens"
+    if runner.frame.spec.restart is not None or runner.frame.angles_share_a_length:
+        return "a cache is given, and rotary angles depend on the longest sequence"
+    if not _is_plain(cache):
+        return f"a {type(cache).__name__} is given, or one with layers that do not just grow"
+    seen = cache.get_seq_length()
+    if seen >= prompt.shape[1]:
+        return "the cache that is given has all tokens of the prompt"
+    return None if seen == 0 else _why_not_kept(cache, runner, prompt.shape[0], seen)
+
+
+def _is_plain(cache: Any) -> bool:
+    """Whether a cache has only layers that append keys and values, and forget those beyond a window."""
+    from transformers import DynamicCache, cache_utils
+
+    kinds = [getattr(cache_utils, name, None) for name in _GROWING]
+    return (
+        type(cache) is DynamicCache
+        and not getattr(cache, "offloading", False)
+        and all(type(layer) in kinds for layer in cache.layers)
+        and not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    )
+
+
+def _why_not_kept(cache: Any, runner: Runner, rows: int, seen: int) -> str | None:
+    """Return why the tensors in a cache of N tokens cannot be those of the engine's; None if they can."""
+    layers = kept_by(cache, runner, rows, seen)
+    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer.keys, Tensor)}
+    if layers is None or lengths != {seen}:
+        return "the cache that is given has other shapes than the model's"
+    device = runner.frame.embed._parameters["weight"].device
+    for layer in layers:
+        for part in layer.pages or ():
+            if part.dtype != runner.dtype or part.device != device or part.requires_grad:
+                return f"the cache that is given is {part.dtype} on {part.device}, or it is being trained"
+    return None
