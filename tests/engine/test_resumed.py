@@ -19,8 +19,16 @@ from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import Pair, close, inject, left_padded, make, pair, prompt, roads
 
 KINDS = ["llama", "gpt2", "mistral", "gemma2", "gptj", "mixtral"]
-OTHERS = ["youtu", "gemma3n_text", "gpt_oss", "roberta causal", "cohere2"]
-"""Families with latents, borrowed keys, sinks, positions that padding shifts, and layers without rotation."""
+OTHERS = ["youtu", "gemma3n_text", "gpt_oss", "roberta causal", "cohere2", "phi3"]
+"""Families with latents, borrowed keys, sinks, positions that padding shifts, and layers without rotation; and
+one whose own method may drop the cache."""
+HYBRIDS = [
+    "qwen3_next mixed",
+    "lfm2 convolutions",
+    "nemotron_h",
+    "granitemoehybrid state spaces",
+    "olmo_hybrid",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +37,12 @@ def pairs() -> dict[str, Pair]:
 
 
 @pytest.fixture(params=[*KINDS, *OTHERS])
+def attending(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    """A pair whose layers keep nothing but keys and values."""
+    return pairs.setdefault(request.param, pairs.get(request.param) or _pair(request.param))
+
+
+@pytest.fixture(params=[*KINDS, *OTHERS, *HYBRIDS])
 def models(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
     return pairs.setdefault(request.param, pairs.get(request.param) or _pair(request.param))
 
@@ -74,16 +88,22 @@ def longer(sequences: Tensor, mask: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 def same_cache(expected: Any, got: Any, mask: Tensor) -> None:
     """Assert that caches agree in length, and in all that is not padding."""
-    assert expected.get_seq_length() == got.get_seq_length()
+    length = expected.get_seq_length()
+    assert got.get_seq_length() == length
     for theirs, ours in zip(expected.layers, got.layers, strict=True):
-        assert type(theirs) is type(ours) and theirs.is_initialized == ours.is_initialized
-        for one, other in ((theirs.keys, ours.keys), (theirs.values, ours.values)):
-            if one is None:
-                assert other is None
-                continue
-            seen = mask[:, : expected.get_seq_length()][:, -one.shape[2] :].bool()
-            close(one.transpose(1, 2)[seen], other.transpose(1, 2)[seen], atol=1e-3)
-            assert one.shape == other.shape
+        assert type(theirs) is type(ours)
+        for name in ("keys", "values"):
+            one, other = getattr(theirs, name, None), getattr(ours, name, None)
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.shape == other.shape
+                seen = mask[:, :length][:, -one.shape[2] :].bool()
+                close(one.transpose(1, 2)[seen], other.transpose(1, 2)[seen], atol=1e-3)
+        for name in ("conv_states", "recurrent_states"):
+            one, other = getattr(theirs, name, {}).get(0), getattr(ours, name, {}).get(0)
+            if one is not None and name == "conv_states":
+                one, other = one[:, :, 1:], other[:, :, 1:]  # the first has left the convolution's reach
+            close(one, other, atol=1e-3)
 
 
 def conversation(model: Any, cache: Any, ids: Tensor, mask: Tensor, **given: Any) -> list[Tensor]:
@@ -118,16 +138,24 @@ def test_turns_of_a_conversation(models: Pair, way: str) -> None:
     assert counts.taken == "engine"
     close(expected, got)
     same_cache(theirs, ours, longer(got[-1], mask, 0)[1])
-    # The first prompt has 21 tokens without padding; later, a row lacks its last token and three new ones.
+    # The first prompt has 21 tokens without padding; later, each row lacks its last token and three new ones.
     assert steps[0] == 21 and max(steps[1:]) == 12
 
 
 @pytest.mark.parametrize("made_by", ["original", "engine"])
-@pytest.mark.parametrize("kind", ["configured", "bare"])
-def test_a_prefix_that_many_prompts_share(models: Pair, made_by: str, kind: str) -> None:
+def test_a_prefix_that_many_prompts_share(models: Pair, made_by: str) -> None:
     """It runs once, by a forward; each prompt then continues from a copy."""
+    share(models, DynamicCache(config=models.original.config), made_by)
+
+
+@pytest.mark.parametrize("made_by", ["original", "engine"])
+def test_a_prefix_in_a_cache_that_knows_no_config(attending: Pair, made_by: str) -> None:
+    """Its layers forget nothing, whatever their windows."""
+    share(attending, DynamicCache(), made_by)
+
+
+def share(models: Pair, first: Any, made_by: str) -> None:
     prefix = prompt(1, 45)
-    first = DynamicCache(config=models.original.config) if kind == "configured" else DynamicCache()
     with torch.no_grad():
         getattr(models, made_by)(input_ids=prefix, past_key_values=first, use_cache=True)
     assert first.get_seq_length() == 45

@@ -20,7 +20,7 @@ from slipstream.branches import Norm, Place, Recurrence
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step
 
-__all__ = ["RecurrentLike", "Vectors", "convolved", "final_state", "recur"]
+__all__ = ["RecurrentLike", "Vectors", "convolved", "final_state", "inputs_of", "recur"]
 
 _LEAST_LENGTH = 1e-6
 """Added to the squared length of queries and keys before the delta rule normalises them."""
@@ -118,6 +118,15 @@ def convolved(rows: Tensor, spec: Recurrence) -> Tensor:
         return rows[:, spec.v.start : spec.v.start + spec.channels]
     sizes = _sizes(spec)
     return torch.cat([_part(rows, getattr(spec, name), spec, sizes[name]) for name in _order(spec)], dim=1)
+
+
+def inputs_of(states: Tensor, spec: Recurrence) -> Tensor:
+    """Return the inputs of the convolution that states `(N, S)` keep, `(N, channels, width)`.
+
+    The first of each channel has left the convolution's reach, and is zero.
+    """
+    kept = states[:, : (spec.width - 1) * spec.channels].view(-1, spec.width - 1, spec.channels)
+    return torch.nn.functional.pad(kept.mT, (1, 0))
 
 
 def final_state(states: Tensor, spec: Recurrence) -> Tensor | None:

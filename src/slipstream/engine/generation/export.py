@@ -1,4 +1,4 @@
-"""The keys and values of a generation as a transformers cache.
+"""What the layers keep of a generation as a transformers cache.
 
 Shapes: B batch, K kv heads, H query heads, D head dim, N tokens (padded).
 """
@@ -13,13 +13,32 @@ from torch import Tensor
 
 from slipstream.engine.generation.runner import Runner
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
+from slipstream.model.fused.states import keeps_state, write_state
 from slipstream.ops.kv_cache import CachePart, read_cache
 
-__all__ = ["Rows", "append_to", "exported"]
+__all__ = ["Rows", "append_to", "exported", "why_not_exported"]
 
 
 Rows = Sequence[tuple[Sequence[int], int]]
 """For each sequence, its blocks in order and the length of its padding."""
+
+
+def why_not_exported(model: Any, runner: Runner) -> str | None:
+    """Return why a cache of transformers cannot have what the layers keep, or None if it can.
+
+    Args:
+        model: As of `exported`.
+        runner: As of `exported`.
+    """
+    from transformers import DynamicCache
+
+    pairs = zip(runner.frame.layers, runner.blocks, strict=False)  # it may have other layers now
+    recurring = [layer for layer, block in pairs if block.spec.recurrence is not None]
+    if not recurring:
+        return None
+    fresh = DynamicCache(config=model.config)
+    known = all(keeps_state(layer, fresh) for layer in recurring)
+    return None if known else "it is not known how transformers' cache has the states that some layers keep"
 
 
 def exported(model: Any, runner: Runner, cache: PagedCache, rows: Rows, seen: int) -> Any:
@@ -43,10 +62,10 @@ def exported(model: Any, runner: Runner, cache: PagedCache, rows: Rows, seen: in
 
 
 def append_to(out: Any, runner: Runner, cache: PagedCache, rows: Rows, first: int, seen: int) -> None:
-    """Append the keys and values of tokens `first` to `seen`, padding included, to a transformers cache.
+    """Append keys and values of tokens `first` to `seen`, padding included, and replace states.
 
     Args:
-        out: Has the tokens before `first`; updated in place.
+        out: A cache of transformers that has the tokens before `first`; updated in place.
         runner: As of `exported`.
         cache: As of `exported`.
         rows: As of `exported`.
@@ -55,7 +74,9 @@ def append_to(out: Any, runner: Runner, cache: PagedCache, rows: Rows, first: in
     """
     for index, kept in enumerate(cache.layers):
         spec = runner.blocks[index].spec
-        if spec.sharing == "borrows":  # transformers' cache has no such layers
+        if kept.states is not None:
+            write_state(runner.frame.layers[index], out, kept.states[: len(rows)])
+        if spec.sharing == "borrows" or not spec.cached:  # transformers' cache has no keys of such layers
             continue
         parts = [
             torch.stack([_row(part, *row, first, seen, runner.dtype) for row in rows]) for part in kept.pages

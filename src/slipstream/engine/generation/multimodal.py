@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.frames import text_config
 from slipstream.engine.generation.runner import Runner
+from slipstream.ops.recurrence import final_state
 from slipstream.spec import BlockSpec, Recurrence, lender_of
 
 __all__ = ["Begun", "Kept", "begin", "kept_by", "last_tokens"]
@@ -143,8 +144,7 @@ def kept_by(cache: Any, runner: Runner, rows: int, seen: int) -> list[Kept] | No
             continue
         pages = _pages(layers[index], spec, rows, seen) if spec.cached else None
         states = None if spec.recurrence is None else _states(layers[index], spec.recurrence, rows)
-        missing = (pages is None and spec.cached) or (states is None and spec.recurrence is not None)
-        if missing or (pages is None and states is None):
+        if (pages is None and spec.cached) or (states is None and spec.recurrence is not None):
             return None
         kept.append(Kept(pages, states))
     return kept
@@ -173,14 +173,14 @@ def _states(layer: Any, spec: Recurrence, rows: int) -> Tensor | None:
     if not isinstance(inputs, Tensor) or inputs.shape != (rows, spec.channels, spec.width):
         return None
     parts = [inputs[:, :, 1:].mT]  # the first column has left the convolution's reach
-    if spec.rule != "none":
-        heads = getattr(layer, "recurrent_states", {}).get(0)
-        # A state space keeps `(E, D)`.
-        heads = heads.mT if isinstance(heads, Tensor) and spec.rule == "space" else heads
-        shape = (rows, spec.value_heads, spec.key_dim, spec.value_dim)
-        if not isinstance(heads, Tensor) or heads.shape != shape:
+    wanted = final_state(torch.empty(rows, spec.state, dtype=torch.float32, device="meta"), spec)
+    if wanted is not None:
+        state = getattr(layer, "recurrent_states", {}).get(0)
+        # A state space has the last two dimensions the other way round.
+        state = state.mT if isinstance(state, Tensor) and spec.rule in ("space", "selective") else state
+        if not isinstance(state, Tensor) or state.shape != wanted.shape:
             return None
-        parts.append(heads)
+        parts.append(state)
     return torch.cat([part.float().flatten(1) for part in parts], dim=1)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slipstream.engine.frames import decoder_of, text_config
 from slipstream.engine.generation.assisted import ASSISTED, why_not_assisted
 from slipstream.engine.generation.beams import BEAMS, samples, searches
+from slipstream.engine.generation.export import why_not_exported
 from slipstream.engine.generation.request import Request, cache_matters
 from slipstream.engine.generation.runner import Runner
 from slipstream.model.fused.layer_changes import has_global_hooks, is_hooked, modules_of
@@ -252,17 +253,18 @@ def why_not_readable(runner: Runner, request: Request) -> str | None:
     return None if low >= 0 and high < rows else "ids lie outside of the token embedding"
 
 
-def why_not_kept(runner: Runner, request: Request, assistant: Any = None) -> str | None:
+def why_not_kept(model: nn.Module, runner: Runner, request: Request, assistant: Any = None) -> str | None:
     """Return why what the layers keep cannot be returned, or taken back, as a call needs; None if it can.
 
     Args:
+        model: The model.
         runner: Runs the model.
         request: The call as read by `read_request`.
         assistant: The assistant model, or None.
     """
-    others = not all(block.spec.keeps_pages_alone for block in runner.blocks)
-    if others and request.config.return_dict_in_generate:
-        return "return_dict_in_generate is set, and some layers keep states, or nothing"
+    returns = request.config.return_dict_in_generate and not request.encoded
+    if returns and (unknown := why_not_exported(model, runner)) is not None:
+        return f"return_dict_in_generate is set, and {unknown}"
     if request.config.get_generation_mode(assistant).value == ASSISTED:
         if any(block.spec.recurrence is not None for block in runner.blocks):
             return "some layers keep states, which cannot be taken back"

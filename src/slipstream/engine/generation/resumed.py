@@ -14,23 +14,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.engine.generation.export import why_not_exported
 from slipstream.engine.generation.multimodal import kept_by
 from slipstream.engine.generation.request import Request
 from slipstream.engine.generation.runner import Runner
 from slipstream.engine.generation.stand_in import is_transformers
+from slipstream.model.fused.states import begins_in
 
 __all__ = ["why_not_resumed"]
 
-_METHODS = (
-    "prepare_inputs_for_generation",
-    "_prefill",
-    "_prepare_position_ids_for_generation",
-    "_update_model_kwargs_for_generation",
-)
-"""Methods of a model that decide which tokens run after those in a cache, and at which positions."""
+_PREPARES = "prepare_inputs_for_generation"
+_METHODS = ("_prefill", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation")
+"""Methods of a model that decide, with the one above, which tokens follow a cache, and at which positions."""
 
-_GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Layers of a cache that grow; the last, which not all versions have, keeps nothing."""
+_ALIKE = ("BambaForCausalLM", "CTRLLMHeadModel", "FalconH1ForCausalLM", "NemotronHForCausalLM")
+"""Models of transformers whose own method of that name changes nothing that matters here."""
+
+_RESTARTS = ("Phi3ForCausalLM", "PhimoeForCausalLM")
+"""Those that may drop the cache, once there are more tokens than `original_max_position_embeddings`."""
+
+_PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+"""Layers of a cache that do what their names say; the last, which not all versions have, keeps nothing."""
 
 
 def why_not_resumed(
@@ -52,11 +56,15 @@ def why_not_resumed(
         return "a cache is given to a search, or to a model with an assistant"
     if config.num_return_sequences > 1:
         return "a cache is given, and several sequences per prompt are to be returned"
-    if runner.takes_over or request.encoded or prompt is None or not is_transformers(model, *_METHODS):
+    if runner.takes_over or request.encoded or prompt is None or not _prepares(model, request):
         return "a cache is given to a model that prepares its inputs in a way of its own"
     specs = [block.spec for block in runner.blocks]
-    if not all(spec.keeps_pages_alone for spec in specs):
-        return "a cache is given, and some layers keep states, or nothing"
+    if not any(spec.cached for spec in specs):
+        return "a cache is given in which no layer counts tokens"
+    if any(spec.recurrence is not None and spec.recurrence.rule == "selective" for spec in specs):
+        return "a cache is given, and the original forgets the states in it where several tokens follow"
+    if (unknown := why_not_exported(model, runner)) is not None:
+        return f"a cache is given, and {unknown}"
     if any(spec.alibi is not None for spec in specs):
         return "a cache is given, and biases by position are made from the mask of the new tokens"
     if runner.frame.spec.restart is not None or runner.frame.angles_share_a_length:
@@ -66,14 +74,31 @@ def why_not_resumed(
     seen = cache.get_seq_length()
     if seen >= prompt.shape[1]:
         return "the cache that is given has all tokens of the prompt"
-    return None if seen == 0 else _why_not_kept(cache, runner, prompt.shape[0], seen)
+    if seen > 0:
+        return _why_not_kept(cache, runner, prompt.shape[0], seen)
+    pairs = zip(runner.frame.layers, specs, strict=False)
+    if not all(begins_in(layer, cache) for layer, spec in pairs if spec.recurrence is not None):
+        return "the cache that is given has states, or no place for them"
+    return None
+
+
+def _prepares(model: nn.Module, request: Request) -> bool:
+    """Whether a model prepares its inputs as transformers' generation does by default."""
+    if not is_transformers(model, *_METHODS):
+        return False
+    name = type(model).__name__
+    known = type(model).__module__.startswith("transformers.models.")
+    if name in _RESTARTS:
+        most = getattr(model.config, "original_max_position_embeddings", None)
+        known &= most is None or request.length + request.new_tokens <= most
+    return is_transformers(model, _PREPARES) or (known and name in (*_ALIKE, *_RESTARTS))
 
 
 def _is_plain(cache: Any) -> bool:
-    """Whether a cache has only layers that append keys and values, and forget those beyond a window."""
+    """Whether a cache only has layers that append keys and values, up to a window or not, or have a state."""
     from transformers import DynamicCache, cache_utils
 
-    kinds = [getattr(cache_utils, name, None) for name in _GROWING]
+    kinds = [getattr(cache_utils, name, None) for name in _PLAIN]
     return (
         type(cache) is DynamicCache
         and not getattr(cache, "offloading", False)
@@ -85,7 +110,8 @@ def _is_plain(cache: Any) -> bool:
 def _why_not_kept(cache: Any, runner: Runner, rows: int, seen: int) -> str | None:
     """Return why the tensors in a cache of N tokens cannot be those of the engine's; None if they can."""
     layers = kept_by(cache, runner, rows, seen)
-    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer.keys, Tensor)}
+    held = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)]
+    lengths = {layer.get_seq_length() for layer in held}
     if layers is None or lengths != {seen}:
         return "the cache that is given has other shapes than the model's"
     device = runner.frame.embed._parameters["weight"].device

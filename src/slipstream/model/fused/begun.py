@@ -26,7 +26,7 @@ from slipstream.ops.kv_cache import Caches, LayerCache
 from slipstream.ops.recurrence import RecurrentLike, convolved, final_state
 from slipstream.ops.step import Step
 
-__all__ = ["Begins", "Layouts", "RunsLayers", "begin"]
+__all__ = ["Begins", "Layouts", "MixerLayer", "Placed", "RunsLayers", "begin", "is_fresh", "kept_as", "put"]
 
 _FEW = 6
 """Tokens of the comparison with a module's own code: more than a convolution covers."""
@@ -48,7 +48,7 @@ class RunsLayers(Protocol):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Placed:
     """How transformers keeps a mixer's state.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Kept:
     turned: bool = False
 
 
-Layouts = dict[tuple[type, torch.dtype], _Kept | None]
+Layouts = dict[tuple[type, torch.dtype], Placed | None]
 """How transformers keeps states, by class of the module and dtype, as far as known; None where it is not."""
 
 
@@ -80,13 +80,18 @@ class Begins:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class MixerLayer:
     """The mixer of a layer: its module, how that is called, its tensors, and its index in the cache."""
 
     part: nn.Module
     mixer: OwnMixer
     recurrent: RecurrentLike
     index: int
+
+    @property
+    def key(self) -> tuple[type, torch.dtype]:
+        """What decides how its state is kept: a key of `Layouts`."""
+        return type(self.part), self.recurrent.last.computes_in
 
 
 def begin(
@@ -111,29 +116,41 @@ def begin(
     spans = _spans(given.get(mixer.mask), x)
     if block.part is None or spans is None or x.shape[1] < 2 or not begins.run.takes(block, x.flatten(0, 1)):
         return None
-    layer, kept = _Layer(part, mixer, block.part, index), None
+    layer, kept = MixerLayer(part, mixer, block.part, index), None
     if any(map(is_hooked, part.modules())):
         return None
     if cache is not None:
-        known = _ends_together(spans, x) and _is_fresh(cache, index)
-        kept = _kept_as(begins, block, layer, cache) if known else None
+        known = _ends_together(spans, x) and is_fresh(cache, index)
+        kept = kept_as(begins, block, layer, cache) if known else None
         if kept is None:
             return None
     packed = torch.cat([row[first:last] for row, (first, last) in zip(x, spans, strict=True)])
     lens = [last - first for first, last in spans]
     out, states = _run(begins.run, block, packed, lens)
     if kept is not None:
-        inputs = _inputs(block, layer.recurrent, x, spans).to(kept.inputs)
-        cache.update_conv_state(inputs, index, conv_kernel_size=inputs.shape[-1])
-        state = final_state(states, layer.recurrent.spec)
-        if state is not None:
-            cache.update_recurrent_state((state.mT if kept.turned else state).to(kept.state), index)
+        inputs = _inputs(block, layer.recurrent, x, spans)
+        put(cache, index, kept, inputs, final_state(states, layer.recurrent.spec))
     if len(set(lens)) == 1 == len(set(spans)):
         return out.view(*x.shape[:2], -1)
     whole = out.new_zeros(x.shape)
     for row, rows, (first, last) in zip(whole, out.split(lens), spans, strict=True):
         row[first:last] = rows
     return whole
+
+
+def put(cache: Any, index: int, kept: Placed, inputs: Tensor, state: Tensor | None) -> None:
+    """Store a mixer's first state in a cache.
+
+    Args:
+        cache: A cache of transformers, updated in place.
+        index: The layer's index in it.
+        kept: How it keeps the state.
+        inputs: The last inputs of the convolution, `(B, D, W)`.
+        state: From `final_state`.
+    """
+    cache.update_conv_state(inputs.to(kept.inputs), index, conv_kernel_size=inputs.shape[-1])
+    if state is not None:
+        cache.update_recurrent_state((state.mT if kept.turned else state).to(kept.state), index)
 
 
 def _spans(mask: Any, x: Tensor) -> list[tuple[int, int]] | None:
@@ -155,7 +172,7 @@ def _ends_together(spans: Sequence[tuple[int, int]], x: Tensor) -> bool:
     return all(last == x.shape[1] for _, last in spans)
 
 
-def _is_fresh(cache: Any, index: int) -> bool:
+def is_fresh(cache: Any, index: int) -> bool:
     """Whether a cache has a layer for the state, which keeps nothing yet, and need not keep older ones."""
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
@@ -200,15 +217,14 @@ def _inputs(block: Block, part: RecurrentLike, x: Tensor, spans: Sequence[tuple[
     return out
 
 
-def _kept_as(begins: Begins, block: Block, layer: _Layer, cache: Any) -> _Kept | None:
+def kept_as(begins: Begins, block: Block, layer: MixerLayer, cache: Any) -> Placed | None:
     """Return how transformers keeps a module's state, by what its own code keeps; None if unknown."""
-    key = type(layer.part), layer.recurrent.last.computes_in
-    if key not in begins.kept:
-        begins.kept[key] = _compared(begins.run, block, layer, cache)
-    return begins.kept[key]
+    if layer.key not in begins.kept:
+        begins.kept[layer.key] = _compared(begins.run, block, layer, cache)
+    return begins.kept[layer.key]
 
 
-def _compared(run: RunsLayers, block: Block, layer: _Layer, cache: Any) -> _Kept | None:
+def _compared(run: RunsLayers, block: Block, layer: MixerLayer, cache: Any) -> Placed | None:
     spec, index = layer.recurrent.spec, layer.index
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_FEW, block.spec.hidden, generator=generator, dtype=torch.float32, device="cpu")
@@ -228,9 +244,9 @@ def _compared(run: RunsLayers, block: Block, layer: _Layer, cache: Any) -> _Kept
     if convolution is None or not _agree(convolution, inputs) or (state is None) != (final is None):
         return None
     if state is None or final is None:
-        return _Kept(convolution.dtype)
+        return Placed(convolution.dtype)
     turned = next((turned for turned in (False, True) if _agree(state, final.mT if turned else final)), None)
-    return None if turned is None else _Kept(convolution.dtype, state.dtype, turned)
+    return None if turned is None else Placed(convolution.dtype, state.dtype, turned)
 
 
 def _first(states: Any) -> Tensor | None:
