@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import slipstream
 from tests.engine.test_refresh import places
+from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import inject, make, prompt
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install --no-deps peft accelerate")
@@ -330,6 +331,16 @@ def test_generation_and_attention_maps_hear_of_what_is_kept_apart(kind: str) -> 
     engine.set_adapter(None)
     assert torch.equal(engine.generate(prompt(), **options), plain)
     assert not torch.equal(logits(twin), logits(engine))
+
+
+@pytest.mark.parametrize("name", ["in_proj", "x_proj", "dt_proj"])
+def test_mixers_hear_of_the_adapters_that_their_own_code_calls(name: str) -> None:
+    """Mamba reads the weight of `dt_proj` without calling it, so that an adapter there does nothing."""
+    tiny = next(tiny for family, tiny in VARIANTS if family.name == "mamba")
+    wrapped = trained(peaked_model(tiny), target_modules=[name])
+    engine = inject(wrapped)
+    options = {"input_ids": prompt(), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(engine.generate(**options), wrapped.generate(**options))
 
 
 def test_the_sum_of_several_adapters_is_peft_s() -> None:

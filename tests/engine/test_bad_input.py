@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 import slipstream
 from slipstream.families import FAMILIES
 from slipstream.model.fused.state import is_injected
-from tests.families.sweep import peaked_model
+from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import close, inject, left_padded, make, prompt, roads
 
 FUSED: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
@@ -267,6 +267,26 @@ def test_layers_that_share_a_part_keep_their_own_code(quant: str | None) -> None
     assert all("shares a submodule" in layer.reason for layer in engine.report().layers)
     model.load_state_dict(engine.state_dict())
     close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_layer_that_a_decoder_has_twice_keeps_its_own_code(cache: bool) -> None:
+    model = make("llama")
+    model.model.layers[1] = model.model.layers[0]
+    engine = inject(model)
+    assert all("several times" in layer.reason for layer in engine.report().layers)
+    with torch.no_grad():
+        expected = model(input_ids=prompt(), use_cache=cache).logits
+    close(expected, engine(input_ids=prompt(), use_cache=cache).logits)
+
+
+def test_more_experts_per_token_than_its_groups_have_keep_the_layer_as_it_is() -> None:
+    tiny = next(tiny for family, tiny in VARIANTS if family.name == "glm4_moe" and "groups" in tiny.label)
+    options = {**tiny.options, "n_routed_experts": 4, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
+    model = peaked_model(replace(tiny, options=options))
+    engine = inject(model)
+    assert any("more than its 1 groups of them hold" in layer.reason for layer in engine.report().layers)
+    close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits, atol=1e-3)
 
 
 def test_a_meta_model_is_refused() -> None:
@@ -564,6 +584,9 @@ INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mask that is too long": (
         {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(2, 5)}, r"\(2, 5\).*\(2, 4\)",
+    ),
+    "a mask without a batch": (
+        {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(4)}, r"\(4,\) has no batch",
     ),
     "a mask of integers with 4 dims": (
         {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(2, 1, 4, 4).long()}, r"int64.*bool",

@@ -94,6 +94,52 @@ def test_padding(models: Pair, first: tuple[int, int]) -> None:
     near(models, *answers, where=mask.bool())
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("first", [(3, 9), (0, 5)], ids=["left", "right"])
+def test_rows_that_are_padded_alike(models: Pair, first: tuple[int, int], rows: int) -> None:
+    ids = ids_of(models, rows)
+    mask = torch.zeros(rows, 9, dtype=torch.int64)
+    mask[:, slice(*first)] = 1
+    for cache in (False, True):
+        answers = [
+            logits(m, ids, attention_mask=mask, use_cache=cache) for m in (models.original, models.engine)
+        ]
+        near(models, *answers, where=mask.bool())
+
+
+@pytest.mark.parametrize("value", [0.5, 2, -1])
+def test_a_mask_that_weighs_tokens_runs_the_modules_own_code(models: Pair, value: float) -> None:
+    ids = ids_of(models)
+    mask = torch.full((2, 9), value)
+    with counted() as record:
+        ours = logits(models.engine, ids, attention_mask=mask, use_cache=False)
+    assert record and not any(record)
+    near(models, logits(models.original, ids, attention_mask=mask, use_cache=False), ours)
+
+
+def test_autocast_leaves_no_trace(models: Pair) -> None:
+    """How transformers keeps a state is found by the module's own code, which autocast would change."""
+    engine = inject(models.original)
+    with torch.autocast("cpu", torch.bfloat16), counted() as record:
+        logits(engine, ids_of(models), use_cache=True)
+    assert record and not any(record)
+    answers = []
+    for model in (models.original, engine):
+        with torch.no_grad():
+            first = model(ids_of(models), use_cache=True)
+        layers = [layer for layer in _cache(first).layers if hasattr(layer, "conv_states")]
+        assert {layer.conv_states[0].dtype for layer in layers} == {torch.float32}
+        answers.append(logits(model, ids_of(models, length=3), use_cache=True, **_kept(first)))
+    near(models, *answers)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_narrower_embeddings_count_as_the_model_s_own_dtype(models: Pair, cache: bool) -> None:
+    x = torch.randn(2, 9, models.original.get_input_embeddings().weight.shape[1]).bfloat16()
+    theirs = logits(models.original, inputs_embeds=x.float(), use_cache=cache)
+    near(models, theirs, logits(models.engine, inputs_embeds=x, use_cache=cache))
+
+
 @pytest.mark.parametrize("length", [2, 3, 9, 40])
 def test_a_cache_continues_where_it_was_begun(models: Pair, length: int) -> None:
     ids = prompt(2, length + 6)

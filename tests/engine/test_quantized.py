@@ -400,6 +400,30 @@ def test_the_self_check_stays_as_strict_with_packed_weights() -> None:
         assert one.max_error <= 1e-4
 
 
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("pair", [("k_proj", "v_proj"), ("gate_proj", "up_proj")], ids="-".join)
+def test_linears_of_a_layer_may_share_a_parameter(pair: tuple[str, str], name: str) -> None:
+    model = make("llama", hidden_size=64, intermediate_size=96)
+    layer = model.model.layers[0]
+    part = layer.self_attn if pair[0] == "k_proj" else layer.mlp
+    getattr(part, pair[1]).weight = getattr(part, pair[0]).weight
+    engine = inject(model, quant=name)
+    assert engine.report().level == "block"
+    rounded = copy.deepcopy(model)
+    rounded.load_state_dict(engine.state_dict())
+    close(rounded(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_weights_below_the_smallest_normal_number_count_as_zero(name: str) -> None:
+    model = make("llama", hidden_size=64, intermediate_size=96)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1e-40)
+    engine = inject(model, quant=name)
+    assert engine.report().level == "block"
+    assert bool(engine(input_ids=prompt()).logits.isfinite().all())
+
+
 def test_a_packing_that_does_not_keep_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 

@@ -20,6 +20,7 @@ from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.spec import Norm, Place, Recurrence
 from tests.engine.test_beams import CASES, SPEC, prompts, written
 from tests.families.sweep import VARIANTS, label, peaked_model
+from tests.helpers.caches import same_cache
 from tests.helpers.models import Pair, inject, left_padded, prompt, roads
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +67,7 @@ def named(name: str, **options: Any) -> Pair:
     return two_of(next(v for v in RECURRENT if label(v) == name), **options)
 
 
-def both(models: Pair, road: str = "engine", seed: int = 3, **kwargs: Any) -> None:
+def both(models: Pair, road: str = "engine", seed: int = 3, **kwargs: Any) -> tuple[Any, Any]:
     kwargs = {"max_new_tokens": 12, "pad_token_id": 0, **kwargs}
     torch.manual_seed(seed)
     expected = models.original.generate(**copy.deepcopy(kwargs))
@@ -75,6 +76,7 @@ def both(models: Pair, road: str = "engine", seed: int = 3, **kwargs: Any) -> No
         got = models.engine.generate(**copy.deepcopy(kwargs))
     assert counts.taken == road
     assert torch.equal(*(getattr(one, "sequences", one) for one in (expected, got)))
+    return expected, got
 
 
 def test_every_kind_of_recurrence_is_here() -> None:
@@ -116,8 +118,19 @@ def test_beams(models: Pair, case: str) -> None:
     assert torch.equal(written(models.original, given, CASES[case]), found)
 
 
-def test_what_needs_transformers_own_cache_is_left_to_its_loop(recurring: Pair) -> None:
-    both(recurring, road="compatible", input_ids=prompt(2), return_dict_in_generate=True)
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_cache_that_is_returned_has_the_states_of_the_original_s(recurring: Pair, beams: int) -> None:
+    """A mixer beside attention is the exception: nothing says how transformers keeps its state."""
+    ids, mask = left_padded()
+    beside = any(block.spec.beside for block in recurring.engine._built.runner.blocks)
+    options = {"return_dict_in_generate": True, "eos_token_id": None, "num_beams": beams}
+    road = "compatible" if beside else "engine"
+    expected, got = both(recurring, road, input_ids=ids, attention_mask=mask, do_sample=False, **options)
+    longer = torch.nn.functional.pad(mask, (0, got.sequences.shape[1] - mask.shape[1]), value=1)
+    if beams == 1:
+        same_cache(expected.past_key_values, got.past_key_values, longer)
+    else:  # the original's has all beams of a prompt
+        assert type(expected.past_key_values) is type(got.past_key_values)
 
 
 def test_prompts_in_chunks(models: Pair) -> None:

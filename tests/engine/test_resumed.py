@@ -16,11 +16,12 @@ from slipstream.engine.generation.runner import Session
 from slipstream.ops.step import Step
 from tests.engine.test_takeover import Streamed
 from tests.families.sweep import VARIANTS, peaked_model
+from tests.helpers.caches import same_cache
 from tests.helpers.models import Pair, close, inject, left_padded, make, pair, prompt, roads
 
 KINDS = ["llama", "gpt2", "mistral", "gemma2", "gptj", "mixtral"]
 OTHERS = ["youtu", "gemma3n_text", "gpt_oss", "roberta causal", "cohere2", "phi3"]
-"""Families with latents, borrowed keys, sinks, positions that padding shifts, and layers without rotation; and
+"""Families with latents, borrowed keys, sinks, positions that padding shifts, layers without rotation, and
 one whose own method may drop the cache."""
 HYBRIDS = [
     "qwen3_next mixed",
@@ -84,26 +85,6 @@ def longer(sequences: Tensor, mask: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Return sequences and mask with three more tokens, as the next turn of a conversation."""
     ids = torch.cat([sequences, prompt(len(sequences), 3, seed=seed)], dim=1)
     return ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-
-
-def same_cache(expected: Any, got: Any, mask: Tensor) -> None:
-    """Assert that caches agree in length, and in all that is not padding."""
-    length = expected.get_seq_length()
-    assert got.get_seq_length() == length
-    for theirs, ours in zip(expected.layers, got.layers, strict=True):
-        assert type(theirs) is type(ours)
-        for name in ("keys", "values"):
-            one, other = getattr(theirs, name, None), getattr(ours, name, None)
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                assert one.shape == other.shape
-                seen = mask[:, :length][:, -one.shape[2] :].bool()
-                close(one.transpose(1, 2)[seen], other.transpose(1, 2)[seen], atol=1e-3)
-        for name in ("conv_states", "recurrent_states"):
-            one, other = getattr(theirs, name, {}).get(0), getattr(ours, name, {}).get(0)
-            if one is not None and name == "conv_states":
-                one, other = one[:, :, 1:], other[:, :, 1:]  # the first has left the convolution's reach
-            close(one, other, atol=1e-3)
 
 
 def conversation(model: Any, cache: Any, ids: Tensor, mask: Tensor, **given: Any) -> list[Tensor]:

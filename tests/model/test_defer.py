@@ -418,3 +418,13 @@ def test_a_forward_that_was_interrupted_is_no_part_of_the_next_one(asked: dict[s
     assert both(models, padded("none")) == [3]
     assert current() is None
     assert not wants_original()
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("width", [16, 24, 31, 33, 48, 64])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "bert"])
+def test_states_of_another_width_never_reach_the_library(kind: str, width: int, cache: bool) -> None:
+    engine = inject(make(kind))
+    given = {"use_cache": cache} if kind != "bert" else {}
+    with pytest.raises(RuntimeError, match="size of tensor|shape"):
+        engine(inputs_embeds=torch.randn(2, LENGTH, width), **given)

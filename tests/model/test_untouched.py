@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.selfcheck.untouched import left_as_it_was
-from tests.helpers.models import close, prompt
+from tests.helpers.models import close, inject, make, prompt
 
 
 class Noting(nn.Module):
@@ -89,3 +89,16 @@ def test_layers_that_change_their_attention_by_the_length_of_a_prompt_do_so_in_a
         with torch.no_grad():
             answers.append(model(ids, attention_mask=mask).logits[mask.bool()])
     close(*answers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_embeddings_that_limit_their_rows_are_put_back(kind: str) -> None:
+    """Looking a row up rescales it in place: a tied head would show which ones an engine was built with."""
+    model = make(kind)
+    table = model.get_input_embeddings()
+    table.max_norm = 0.5
+    before = table.weight.detach().clone()
+    engine = inject(model)
+    assert torch.equal(engine.module.get_input_embeddings().weight, before)
+    with torch.no_grad():
+        close(model(input_ids=prompt()).logits, engine(input_ids=prompt()).logits, atol=1e-3)

@@ -302,6 +302,8 @@ def _check_mask(given: Mapping[str, Any], what: str, batches: set[int], length: 
     if not isinstance(mask, Tensor):
         return
     shape = tuple(mask.shape)
+    if mask.dim() < 2:
+        raise RequestError(f"attention_mask of shape {shape} has no batch; it must be (batch, tokens)")
     if mask.dim() == 4 and shape[2] == length and not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise RequestError(
             f"attention_mask of shape {shape} is {mask.dtype}; with 4 dims it is bool, true where a token is "

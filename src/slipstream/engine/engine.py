@@ -44,7 +44,7 @@ from slipstream.model.frame.text_encoder import answers_at_once, at_once
 from slipstream.model.fused.no_compile import as_it_is
 from slipstream.model.fused.state import is_injected
 from slipstream.model.report import Report
-from slipstream.model.values import moved_to, wants_operations
+from slipstream.model.values import moved_to, promoted, wants_operations
 from slipstream.model.weights.adapters import Adapters
 from slipstream.model.weights.memory import held_memory
 from slipstream.parallel import ALONE, Axis
@@ -175,6 +175,7 @@ class InferenceEngine(Weights):
         if (answer := self._at_once(args, kwargs)) is not None:
             return answer
         args, kwargs = self._here((args, kwargs))
+        kwargs = promoted(self.module, kwargs)
         given = {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
         seen = wants_operations()  # reading input values here would become part of the traced program
         small = nullcontext() if seen else self._built.small.scope(given)

@@ -25,7 +25,6 @@ def _spec(config: Config, index: int) -> BlockSpec:
     moe = corrected_moe(
         config,
         normalize=True,
-        least_sum=1e-20,
         groups=1,
         top_groups=1,
         factor=config.route_scale,

@@ -59,6 +59,7 @@ def corrected_moe(config: Config, **changes: Any) -> MoE:
         "groups": int(field(config, "n_group", default=1)),
         "top_groups": int(field(config, "topk_group", default=1)),
         "group_score": "top2",
+        "more_sum": 1e-20,
         "factor": float(field(config, "routed_scaling_factor", default=1.0)),
         "exact": True,
         "shared": config.moe_intermediate_size * shared,

@@ -19,6 +19,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
         groups=1,
         top_groups=1,
         factor=1.0,
+        more_sum=0.0,
         normalize=bool(config.norm_topk_prob),
         shared=config.shared_expert_intermediate_size,
     )

@@ -37,6 +37,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
         top_groups=1,
         factor=float(config.moe_routed_scaling_factor),
         exact=False,
+        more_sum=0.0,
         shared=config.shared_expert_intermediate_size,
     )
     return replace(dense, ffn=config.moe_intermediate_size, moe=moe)

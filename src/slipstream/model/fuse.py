@@ -29,8 +29,9 @@ from slipstream.model.selfcheck.check import (
     compare,
     record_calls,
     run_part,
+    wider,
 )
-from slipstream.model.selfcheck.declines import declines, in_several, unsplit
+from slipstream.model.selfcheck.declines import declines, in_several, is_repeated, unsplit
 from slipstream.model.selfcheck.probe import runs_of
 from slipstream.model.selfcheck.return_form import returns_of
 from slipstream.model.selfcheck.rounded_inputs import round_inputs
@@ -140,6 +141,8 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
     for found in layers:
         reason = found.reason or declines(found, shared) or _misfits(found, settings)
         reason = reason or unsplit(found, settings.mesh, settings.format.group, narrow)
+        if not reason and found.spec is not None and found.spec.causal and is_repeated(model, found):
+            reason = "the model has it several times, and its places in a cache are one"
         if reason:
             verdicts[found.name] = Verdict(None, reason=reason)
         else:
@@ -254,7 +257,7 @@ def _check(
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
         reusable = answered and len(shared) == len(tensors) and not settings.format.bits
         original = None if reusable else twin.forward
-        exact = partial(_in_float32, twin) if settings.dtype.itemsize == 2 else None
+        exact = partial(_widened, twin, settings.dtype)
         rounding = settings.format.rounding
         rounded = rounding is not None and not rounding.above
         forwards = (original, partial(run_part, fused.forward, state.block.share))
@@ -269,10 +272,13 @@ def _check(
         return Verdict(None, reason=str(failure))
 
 
-def _in_float32(layer: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a float32 copy of the layer, with the same weights."""
+def _widened(layer: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the forward of a copy of the layer in a wider dtype, with the same weights."""
     widened = trial_copy(layer)
-    convert(widened, torch.float32)
+    convert(widened, wider(dtype))
+    for part in widened.modules():
+        if hasattr(getattr(part, "config", None), "_experts_implementation"):
+            part.config._experts_implementation = "eager"  # torch has no grouped products in float64
     forward: Callable[..., Any] = widened.forward
     return forward
 

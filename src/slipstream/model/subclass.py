@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
 
-__all__ = ["become", "deep_twin", "namesake", "trial_copy"]
+__all__ = ["become", "deep_twin", "namesake", "shallow_twin", "trial_copy"]
 
 
 def namesake(
@@ -35,6 +35,13 @@ def deep_twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module as `copy.deepcopy` does, but without pickling, which such a subclass refuses."""
     memo[id(module)] = twin = type(module).__new__(type(module))
     twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin
+
+
+def shallow_twin(module: nn.Module) -> nn.Module:
+    """Copy a module as `copy.copy` does, but without pickling."""
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(vars(module))
     return twin
 
 

@@ -17,6 +17,7 @@ from slipstream.devices.record import Recorder
 __all__ = [
     "is_plain",
     "moved_to",
+    "promoted",
     "tensors_in",
     "unseen",
     "wants_derivatives",
@@ -99,6 +100,18 @@ def writes_into(
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = args[:1] if in_place and name not in _HARMLESS else ()
     return any(isinstance(t, kind) for t in tensors_in((written, kwargs.get("out"))))
+
+
+def promoted(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments with `inputs_embeds` in the model's dtype, if that is the wider one.
+
+    The original's first layers round to their dtype before a weight promotes them; fused ones would keep it.
+    """
+    x, dtype = given.get("inputs_embeds"), getattr(model, "dtype", None)
+    if not isinstance(x, Tensor) or not isinstance(dtype, torch.dtype) or x.dtype == dtype:
+        return given
+    widens = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
+    return {**given, "inputs_embeds": x.to(dtype)} if widens else given
 
 
 def moved_to(value: Any, place: torch.device) -> Any:

@@ -144,6 +144,7 @@ class NativeStack:
         place = self._place.get(id(block))
         mine = place is not None and self.blocks[place] is block
         known = x.dtype in DTYPES and x.device.type == "cpu" and 0 < x.shape[0] <= self.most_tokens
+        known &= x.shape[1:] == self._state
         return mine and known and self.ready() is not None
 
     def has(self, block: Any) -> bool:
@@ -318,6 +319,7 @@ class NativeStack:
         return (
             all(map(self.has, blocks))
             and 0 < x.shape[0] <= self.most_tokens
+            and x.shape[1:] == self._state
             and x.dtype in DTYPES
             and x.device.type == "cpu"
         )

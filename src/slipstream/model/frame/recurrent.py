@@ -61,9 +61,14 @@ class RecurrentPart:
 
     @property
     def inner(self) -> tuple[Weight, ...]:
-        """Matrices of a selective state space: of its values, and of its steps' inputs; else none."""
-        paths = (self.paths.mixed, self.paths.steps) if self.config.rule == "selective" else ()
-        return tuple(weight_of(self.module.get_submodule(path)) for path in paths if path is not None)
+        """Matrices of a selective state space: of its values, and of its steps' inputs; else none.
+
+        Modules read the second one's parameter without calling it: an adapter beside it has no effect.
+        """
+        if self.config.rule != "selective" or self.paths.mixed is None or self.paths.steps is None:
+            return ()
+        mixed, steps = (self.module.get_submodule(path) for path in (self.paths.mixed, self.paths.steps))
+        return weight_of(mixed), replace(weight_of(steps), beside=None)
 
     @property
     def last(self) -> Weight:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import DeviceError, SlipstreamError
+from slipstream.errors import DeviceError, SlipstreamError, UnsupportedError
 from slipstream.families.family import Family
 from slipstream.model.frame.authors import is_ours, own_code
 from slipstream.model.frame.model_changes import Snapshot
@@ -40,7 +40,7 @@ from slipstream.model.fused.watch import (
 from slipstream.model.layers import Found
 from slipstream.model.selfcheck.check import MODEL_ERRORS, TOLERANCE
 from slipstream.model.selfcheck.untouched import left_as_it_was
-from slipstream.model.subclass import namesake
+from slipstream.model.subclass import deep_twin, namesake, shallow_twin
 from slipstream.ops.text import TextRows
 from slipstream.spec import EncoderSpec
 
@@ -167,7 +167,15 @@ def _quick_class(original: type[nn.Module]) -> type[nn.Module]:
         output = at_once(self, args, kwargs)
         return original.__call__(self, *args, **kwargs) if output is None else output
 
-    return namesake(original, {"__call__": __call__})
+    copies = {"__copy__": shallow_twin, "__deepcopy__": deep_twin}
+    return namesake(original, {"__call__": __call__, **copies, "__reduce_ex__": _refuse_pickle})
+
+
+def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
+    raise UnsupportedError(
+        f"{type(self).__name__} runs in one fused call and cannot be pickled; pickle its state_dict(), or "
+        "use save_checkpoint"
+    )
 
 
 def answers_at_once(model: nn.Module) -> bool:

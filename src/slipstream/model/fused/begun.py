@@ -114,7 +114,11 @@ def begin(
     x, given = call.hidden, call.given or {}
     cache = given.get("past_key_values", given.get("cache_params"))
     spans = _spans(given.get(mixer.mask), x)
-    if block.part is None or spans is None or x.shape[1] < 2 or not begins.run.takes(block, x.flatten(0, 1)):
+    if block.part is None or spans is None or x.shape[1] < 2 or torch.is_autocast_enabled(x.device.type):
+        return None
+    # The residual stream may be wider than the weights, but not narrower.
+    fits = torch.promote_types(x.dtype, block.part.last.computes_in) == x.dtype
+    if not fits or not begins.run.takes(block, x.flatten(0, 1)):
         return None
     layer, kept = MixerLayer(part, mixer, block.part, index), None
     if any(map(is_hooked, part.modules())):
@@ -130,7 +134,7 @@ def begin(
     if kept is not None:
         inputs = _inputs(block, layer.recurrent, x, spans)
         put(cache, index, kept, inputs, final_state(states, layer.recurrent.spec))
-    if len(set(lens)) == 1 == len(set(spans)):
+    if set(spans) == {(0, x.shape[1])}:
         return out.view(*x.shape[:2], -1)
     whole = out.new_zeros(x.shape)
     for row, rows, (first, last) in zip(whole, out.split(lens), spans, strict=True):
@@ -154,12 +158,17 @@ def put(cache: Any, index: int, kept: Placed, inputs: Tensor, state: Tensor | No
 
 
 def _spans(mask: Any, x: Tensor) -> list[tuple[int, int]] | None:
-    """Return each row's tokens as `(first, end)`; None if they are not consecutive, or there are none."""
+    """Return each row's tokens as `(first, end)`; None if they are not consecutive, or there are none.
+
+    A mask may only have zeros and ones, because modules multiply by it.
+    """
     if mask is None:
         return [(0, x.shape[1])] * x.shape[0]
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:2]:
         return None
     seen = (mask != 0).int()
+    if not bool((mask == seen).all()):
+        return None
     count, first = seen.sum(1), seen.argmax(1)
     ends = x.shape[1] - seen.flip(1).argmax(1)
     if not bool(((count > 0) & (ends - first == count)).all()):

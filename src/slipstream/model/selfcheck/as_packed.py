@@ -19,13 +19,16 @@ def unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> 
     Raises:
         InjectionError: A weight is off by more than its format allows.
     """
-    original = {path: p.detach() for path, p in twin.named_parameters()}
+    # A parameter that several modules share is unpacked for each of them.
+    original = {path: p.detach() for path, p in twin.named_parameters(remove_duplicate=False)}
     restore_layer(twin, state)
-    for path, parameter in twin.named_parameters():
+    for path, parameter in twin.named_parameters(remove_duplicate=False):
         before, after = original[path].float(), parameter.detach().float()
         largest = float(before.abs().max()) if before.numel() else 0.0
-        # No group's bound exceeds this; the last term is for rounding to the engine's dtype.
+        # No group's bound exceeds this; the last terms are for rounding to the engine's dtype, and for scales
+        # of weights so small that they count as zero.
         bound = largest * (packed.error + packed.floor + torch.finfo(parameter.dtype).eps)
+        bound += torch.finfo(torch.float32).tiny
         off = float((after - before).abs().max()) if before.numel() else 0.0
         if not off <= bound:
             raise InjectionError(

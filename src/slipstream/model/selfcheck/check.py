@@ -35,6 +35,7 @@ __all__ = [
     "real_rows",
     "record_calls",
     "run_part",
+    "wider",
 ]
 
 TOLERANCE: Mapping[torch.dtype, float] = {
@@ -235,7 +236,8 @@ def replay(call: RecordedCall, run: Callable[..., Any], *, like: Tensor) -> Tens
 
 
 def _states(output: Any) -> Tensor:
-    return (output[0] if isinstance(output, tuple | list) else output).float()  # type: ignore[no-any-return]
+    states: Tensor = output[0] if isinstance(output, tuple | list) else output
+    return states if states.dtype == torch.float64 else states.float()
 
 
 def bring(value: Any, like: Tensor) -> Any:
@@ -289,7 +291,7 @@ def compare(
         like: Has the engine's dtype and device.
         ties: Share of the tokens that may be off by any amount: those whose experts are decided by rounding.
         rounded: Linears round their input rows to 8 bits.
-        exact: Creates the original's forward in float32, on the same weights. Some layers (squared
+        exact: Creates the original's forward in a wider dtype, on the same weights. Some layers (squared
             activations) have rounding errors far beyond `TOLERANCE`; this tells whether the original has too.
 
     Raises:
@@ -313,8 +315,7 @@ def compare(
     right = bool(shares.isfinite().all()) and float(worst) <= allowed
     if right and rounded:
         right = float(shares.median()) <= max(TOLERANCE[dtype], _MOST_TOKENS)
-    if not right and exact is not None:
-        truth = _exactly(calls, exact(), like)
+    if not right and exact is not None and (truth := _exactly(calls, exact, like)) is not None:
         ours, theirs = (float((torch.cat(part) - truth).square().mean()) for part in (got, expected))
         right = ours <= _ROUNDS_AS_WELL**2 * theirs  # false for NaN
     if not right:
@@ -366,14 +367,28 @@ def _original(name: str, call: RecordedCall, run: Callable[..., Any], like: Tens
         ) from failure
 
 
-def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tensor) -> Tensor:
-    """Run the calls in float32 on arguments rounded to the dtype of `like`; return the rows that are real."""
-    outputs = []
-    for call in calls:
-        args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
-        states = replay(RecordedCall(args, kwargs, None), run, like=like.float())
-        outputs.append(states[real_rows(call, states)])
+def _exactly(
+    calls: Sequence[RecordedCall], exact: Callable[[], Callable[..., Any]], like: Tensor
+) -> Tensor | None:
+    """Run the calls in the wider dtype, on arguments rounded to that of `like`; return the real rows.
+
+    None if the layer's code does not run in that dtype.
+    """
+    outputs, wide = [], wider(like.dtype)
+    try:
+        run = exact()
+        for call in calls:
+            args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
+            states = replay(RecordedCall(args, kwargs, None), run, like=like.to(wide))
+            outputs.append(states[real_rows(call, states)])
+    except MODEL_ERRORS:
+        return None
     return torch.cat(outputs)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that judges rounding errors in `dtype`."""
+    return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
 def real_rows(call: RecordedCall, output: Tensor) -> Tensor:

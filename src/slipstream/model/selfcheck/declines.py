@@ -12,7 +12,7 @@ from slipstream.model.layers import Found
 from slipstream.ops.activation import ACTIVATIONS, LEARNED
 from slipstream.parallel import Mesh, share_of
 
-__all__ = ["declines", "in_several", "unsplit"]
+__all__ = ["declines", "in_several", "is_repeated", "unsplit"]
 
 
 def in_several(layers: Sequence[Found]) -> set[nn.Module]:
@@ -26,6 +26,12 @@ def in_several(layers: Sequence[Found]) -> set[nn.Module]:
     return several
 
 
+def is_repeated(model: nn.Module, found: Found) -> bool:
+    """Whether the module that holds a layer has it several times."""
+    owner = model.get_submodule(found.name.rpartition(".")[0])
+    return sum(child is found.layer for child in owner._modules.values()) > 1
+
+
 def declines(found: Found, shared: set[nn.Module]) -> str:
     """Return why a layer that has a spec is not replaced by a block; empty if it may be.
 
@@ -37,6 +43,13 @@ def declines(found: Found, shared: set[nn.Module]) -> str:
         raise AssertionError("a layer without a spec has a reason")
     if found.spec.activation not in ACTIVATIONS and found.spec.activation not in ("swiglu_oai", *LEARNED):
         return f"no op for the activation {found.spec.activation!r}"
+    moe = found.spec.moe
+    if (
+        moe is not None
+        and moe.top_groups < moe.groups
+        and moe.top_k > moe.top_groups * moe.experts // moe.groups
+    ):
+        return f"a token has {moe.top_k} experts, more than its {moe.top_groups} groups of them hold"
     if any(not p.is_floating_point() for p in found.layer.parameters()):
         return "its weights are already quantized"
     if any(is_hooked(module) for module in list(found.layer.modules())[1:]):

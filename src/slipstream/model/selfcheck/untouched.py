@@ -19,7 +19,26 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
     hooks that transformers adds to modules whose outputs are requested are removed; it would add them again.
     A model that writes into its parameters (RWKV divides some of them in its first forward) records in an
     attribute that it has done so: if parameters were written to, attributes are not restored either.
+    Embeddings with `max_norm` rescale the rows that they look up; those are put back.
     """
+    with _embeddings_as_they_were(root), _modules_as_they_were(root):
+        yield
+
+
+@contextmanager
+def _embeddings_as_they_were(root: nn.Module) -> Iterator[None]:
+    limited = [module for module in root.modules() if getattr(module, "max_norm", None) is not None]
+    tables = [module._parameters.get("weight") for module in limited]
+    before = [(table, table.detach().clone()) for table in tables if table is not None and not table.is_meta]
+    try:
+        yield
+    finally:
+        for table, values in before:
+            table.data.copy_(values)
+
+
+@contextmanager
+def _modules_as_they_were(root: nn.Module) -> Iterator[None]:
     before = [
         (module, dict(vars(module)), dict(module._buffers), dict(module._modules))
         for module in root.modules()

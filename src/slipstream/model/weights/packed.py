@@ -26,7 +26,7 @@ from slipstream.errors import UnsupportedError
 from slipstream.model.fused.links import PACKED
 from slipstream.model.fused.no_compile import as_it_is, prepare
 from slipstream.model.selfcheck.check import MODEL_ERRORS
-from slipstream.model.subclass import deep_twin, namesake
+from slipstream.model.subclass import deep_twin, namesake, shallow_twin
 from slipstream.model.weights.unpacked import Unpacked, UnpackedParameter, resize_refusal
 from slipstream.ops.linear import Weight, among_all
 
@@ -252,7 +252,7 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
         return self
 
     own: dict[str, Any] = {"forward": forward, "_apply": _apply, _ORIGINAL: original}
-    own |= {"__copy__": _copy, "__deepcopy__": deep_twin, "__reduce_ex__": _refuse_pickle}
+    own |= {"__copy__": shallow_twin, "__deepcopy__": deep_twin, "__reduce_ex__": _refuse_pickle}
     read = _dense_parameter if embeds else _dense_to_read
     own |= {name: property(functools.partial(read, name=name)) for name in names}
     if embeds:
@@ -324,13 +324,6 @@ def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     for name in vars(module)[_STATE].weights:
         if prefix + name in state_dict:
             state_dict[prefix + name] = _dense(module, name).contiguous()
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    """Make the shallow copy that `copy.copy` would make if pickling were not refused."""
-    twin = type(module).__new__(type(module))
-    twin.__dict__.update(vars(module))
-    return twin
 
 
 def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
