@@ -107,6 +107,22 @@ def test_rows_that_are_padded_alike(models: Pair, first: tuple[int, int], rows: 
         near(models, *answers, where=mask.bool())
 
 
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("first", [(3, 9), (0, 5)], ids=["left", "right"])
+def test_a_loss_and_hidden_states_see_padding_as_in_the_original(
+    models: Pair, first: tuple[int, int], cache: bool
+) -> None:
+    ids = ids_of(models)
+    given = {"input_ids": ids, "attention_mask": mask_of(first), "use_cache": cache}
+    for more in ({"labels": ids}, {"output_hidden_states": True}):
+        with torch.no_grad(), counted() as record:
+            theirs, ours = models.original(**given, **more), models.engine(**given, **more)
+        assert record and not any(record)
+        near(models, theirs.logits, ours.logits)
+        if theirs.loss is not None:
+            torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("value", [0.5, 2, -1])
 def test_a_mask_that_weighs_tokens_runs_the_modules_own_code(models: Pair, value: float) -> None:
     ids = ids_of(models)

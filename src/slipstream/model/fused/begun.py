@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from slipstream.families.family import OwnMixer
 from slipstream.model.block.block import Block
 from slipstream.model.block.layer_call import LayerCall
+from slipstream.model.fused.defer import current
 from slipstream.model.fused.layer_changes import is_hooked
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.ops.kv_cache import Caches, LayerCache
@@ -109,7 +110,7 @@ def begin(
 
     Returns:
         `(B, S, C)`, zero where a row is padded; None if the module's own code has to run: for a single token,
-        or for a state that exists already or that transformers keeps in an unknown way.
+        for padding that is read, or for a state that exists already or is kept in an unknown way.
     """
     x, given = call.hidden, call.given or {}
     cache = given.get("past_key_values", given.get("cache_params"))
@@ -121,7 +122,8 @@ def begin(
     if not fits or not begins.run.takes(block, x.flatten(0, 1)):
         return None
     layer, kept = MixerLayer(part, mixer, block.part, index), None
-    if any(map(is_hooked, part.modules())):
+    scope, is_padded = current(), set(spans) != {(0, x.shape[1])}
+    if any(map(is_hooked, part.modules())) or (is_padded and (scope is None or not scope.drops)):
         return None
     if cache is not None:
         known = _ends_together(spans, x) and is_fresh(cache, index)
@@ -134,7 +136,7 @@ def begin(
     if kept is not None:
         inputs = _inputs(block, layer.recurrent, x, spans)
         put(cache, index, kept, inputs, final_state(states, layer.recurrent.spec))
-    if set(spans) == {(0, x.shape[1])}:
+    if not is_padded:
         return out.view(*x.shape[:2], -1)
     whole = out.new_zeros(x.shape)
     for row, rows, (first, last) in zip(whole, out.split(lens), spans, strict=True):

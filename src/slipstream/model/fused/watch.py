@@ -165,8 +165,8 @@ def _begin(
 ) -> None:
     config, given = getattr(module, "config", None), named(module, args, kwargs)
     original = asks_for_internals(kwargs, config) or attends_otherwise(module)
-    states = encoder is not None and asks_for_states(given, config)
-    drops = not reads_padding(module, given)
+    states = asks_for_states(given, config)
+    drops = not states and not reads_padding(module, given)
     frame = frame or _compiled_caller()
     defer.enter(None if states else encoder, drops=drops, original=original, frame=frame)
 
