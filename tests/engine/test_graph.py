@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from slipstream.devices import NullDevice
 from slipstream.model.block.paged_cache import BLOCK_SIZE
-from tests.helpers.models import KINDS, inject, left_padded, make, pair, prompt
+from tests.helpers.models import KINDS, close, inject, left_padded, make, pair, prompt
 
 GRAPHS: dict[str, Any] = {"enable_cuda_graph": True}
 GENERATORS = [
@@ -49,6 +49,21 @@ def test_captured_steps_say_what_the_model_says(kind: str, captures: list[Any]) 
         expected = both.original.generate(**given, **GREEDY)
         assert torch.equal(both.engine.generate(**given, **GREEDY), expected)
     assert len(captures) == 2  # one row, and four for the batch of three
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_a_conversation_upon_one_cache_captures_nothing_anew(kind: str, captures: list[Any]) -> None:
+    both, turns = pair(kind, settings=GRAPHS), []
+    for model in (both.original, both.engine):
+        ids, cache = prompt(1, 9), DynamicCache(config=both.original.config)
+        for turn in range(3):
+            settings = {"past_key_values": cache, "max_new_tokens": 8, "eos_token_id": None}
+            ids = model.generate(ids, **settings, do_sample=False, pad_token_id=0)
+            turns.append(ids)
+            ids = torch.cat([ids, prompt(1, 5, seed=turn)], dim=1)
+        turns.append(cache)
+    close(turns[:4], turns[4:], atol=1e-3)
+    assert len(captures) == 1
 
 
 def test_growing_lengths_capture_nothing_anew(captures: list[Any]) -> None:

@@ -355,9 +355,11 @@ def check_request(
     if ids is not None and _reads_ids(model):
         with _unless_it_judges(model):
             check_ids_type(ids)
-    if request.prompt is not None:
+    if kwargs.get("inputs_embeds") is not None:  # the mask is for them, of which only the last may have ids
+        check_inputs(model, (), {**kwargs, "input_ids": None})
+    elif request.prompt is not None:
         check_inputs(model, (), {**kwargs, "input_ids": request.prompt})
-    elif ids is None or kwargs.get("inputs_embeds") is not None:
+    elif ids is None:
         check_inputs(model, (), {**kwargs, "input_ids": None})
     if request.encoded:
         check_length(request.length, 0, config)

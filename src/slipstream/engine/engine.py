@@ -211,7 +211,7 @@ class InferenceEngine(Weights):
             raise UnsupportedError(f"{type(self.module).__name__} has no generate; call the engine directly")
         self._refuse_names(kwargs)
         generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
-        args, kwargs = self._here(args), self._here(kwargs)
+        args, kwargs = self._here(args), promoted(self.module, self._here(kwargs))
         with torch.no_grad():
             if not hasattr(self.module, "_prepare_generation_config"):  # not transformers' own generate
                 return generate(*args, **kwargs)

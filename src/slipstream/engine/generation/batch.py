@@ -41,19 +41,23 @@ class Batch:
         max_length: int,
         token_budget: int,
         forks: int = 1,
+        hidden: int = 0,
     ) -> None:
         """Admit the prompts and reserve their cache.
 
         Args:
             runner: Runs the model.
             input_ids: `(B, S)` int64, left-padded.
-            mask: `(B, S)`, zero where a prompt is padded; None for no padding.
+            mask: `(B, hidden + S)`, zero where a prompt is padded; None for no padding.
             max_length: Maximum number of tokens in a row, padding included.
             token_budget: Maximum number of tokens per step.
             forks: Number of rows into which `fork` will split each row.
+            hidden: Number of tokens without ids before the prompts, padding included; `fill` must follow.
         """
         rows, length = input_ids.shape
-        self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
+        # Tokens without ids count as negative padding: a row has more tokens than ids.
+        real = [hidden + length] * rows if mask is None else (mask != 0).sum(-1).tolist()
+        self._padding, self._hidden = [length - count for count in real], hidden
         # Always int64, as in transformers' loops, where appending a token converts an int32 prompt.
         self._tokens = input_ids.new_empty(rows, max(max_length, length + 1), dtype=torch.long)
         self._tokens[:, :length] = input_ids
@@ -66,7 +70,7 @@ class Batch:
         self._cache: PagedCache = runner.new_cache(forks * sum(needed), forks * rows)
         self._runner = runner
         self._blocks = [self._cache.allocate(count) for count in needed]
-        self._session = runner.begin(self._cache, self._tokens.shape[1])
+        self._session = runner.begin(self._cache, hidden + self._tokens.shape[1])
         self._shifts = [0] * rows
         self._resumed = 0
         self._decode: Decode | None = None
@@ -402,7 +406,7 @@ class Batch:
         append_to(cache, self._runner, self._cache, self._rows(), self._resumed, self._seen())
 
     def _rows(self) -> Rows:
-        return tuple(zip(self._blocks, self._padding, strict=True))
+        return tuple((own, self._hidden + n) for own, n in zip(self._blocks, self._padding, strict=True))
 
     def _seen(self) -> int:
-        return self._length - self._schedule.is_behind
+        return self._hidden + self._length - self._schedule.is_behind

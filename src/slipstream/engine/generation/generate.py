@@ -71,7 +71,7 @@ class Loop:
         ) -> Any:
             leaves = cross_attends(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
             loop = self
-            if self.runner.takes_over:
+            if self.runner.takes_over or model_kwargs.get("inputs_embeds") is not None:
                 begun = begin(model, self.runner, input_ids, model_kwargs)
                 leaves, loop = begun is None, replace(self, begun=begun)
             mode = generation_config.get_generation_mode(self.helpers.get("assistant_model")).value
@@ -265,7 +265,9 @@ class Loop:
             # The decoder's rows have equal lengths, and all run in each step.
             runner = with_encoder(runner, *encoded(inputs), max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
-        batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
+        embeds = inputs.get("inputs_embeds")  # the first tokens may have no ids
+        hidden = 0 if embeds is None else embeds.shape[1] - ids.shape[1]
+        batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks, hidden=hidden)
         if self.cache is not None:
             batch.resume(self.cache)
         if self.begun is not None:

@@ -59,9 +59,9 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     """Run prompts by the model's own forward.
 
     Args:
-        model: A model with vision or audio inputs.
+        model: A model with vision or audio inputs, or one that is given embeddings.
         runner: The engine road of its language model.
-        ids: `(B, S)` int64, left-padded.
+        ids: `(B, S)` int64, left-padded; S may be less than there are embeddings, or 0.
         inputs: What transformers would pass besides `ids`; not changed.
 
     Returns:
@@ -74,10 +74,12 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
     answer = model(**first, return_dict=True)
     later = model._update_model_kwargs_for_generation(answer, given, is_encoder_decoder=False)
-    longer = torch.cat([ids, ids[:, -1:]], dim=1)  # which token is appended does not matter
+    longer = torch.cat([ids, ids.new_zeros(len(ids), 1)], dim=1)  # which token is appended does not matter
     step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **later)
-    shifts = _shifts(model, step, ids.shape[1], inputs.get("attention_mask"))
-    layers = kept_by(cache, runner, *ids.shape)
+    embeds = inputs.get("inputs_embeds")
+    length = ids.shape[1] if embeds is None else embeds.shape[1]
+    shifts = _shifts(model, step, length, inputs.get("attention_mask"))
+    layers = kept_by(cache, runner, len(ids), length)
     return None if shifts is None or layers is None else Begun(layers, _last(answer), shifts)
 
 

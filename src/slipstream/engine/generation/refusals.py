@@ -17,6 +17,7 @@ from slipstream.engine.generation.assisted import ASSISTED, why_not_assisted
 from slipstream.engine.generation.beams import BEAMS, samples, searches
 from slipstream.engine.generation.export import why_not_exported
 from slipstream.engine.generation.request import Request, cache_matters
+from slipstream.engine.generation.resumed import prepares_by_default
 from slipstream.engine.generation.runner import Runner
 from slipstream.model.fused.layer_changes import has_global_hooks, is_hooked, modules_of
 from slipstream.model.fused.state import injected_state, is_injected, is_untouched
@@ -59,15 +60,17 @@ def why_not_packed(
         takes_over: The model's own forward runs the prompt, so any inputs of the model are accepted.
         typed: Tokens have types, and the engine gives all of them type 0.
     """
-    if request.prompt is None and not request.encoded:
+    embeds = kwargs.get("inputs_embeds")
+    if request.prompt is None and not request.encoded and embeds is None:
         return "no token ids are given"
+    if embeds is not None and (reason := _why_not_embedded(model, request, kwargs)) is not None:
+        return reason
     if (method := _own_method(model)) is not None:
         return f"{method} was replaced on the model object"
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return "autocast is on"
     for name in (
         "custom_generate",
-        "inputs_embeds",
         "position_ids",
         "synced_gpus",
         "encoder_outputs",
@@ -102,6 +105,23 @@ def why_not_packed(
     return _why_not_masked(request, kwargs.get("attention_mask"))
 
 
+def _why_not_embedded(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
+    """Return why the road cannot follow a prompt of embeddings, which the model's own forward runs."""
+    embeds, mask = kwargs["inputs_embeds"], kwargs.get("attention_mask")
+    if request.encoded:
+        return "inputs_embeds is given to an encoder"
+    if not prepares_by_default(model, request):
+        return "inputs_embeds is given to a model that prepares its inputs in a way of its own"
+    if request.config.get_generation_mode(kwargs.get("assistant_model")).value in (*BEAMS, ASSISTED):
+        return "inputs_embeds is given to a search, or to a model with an assistant"
+    ids = 0 if request.prompt is None else request.prompt.shape[1]
+    if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[1] < ids:
+        return "inputs_embeds are fewer than the ids, or no tensor of three dims"
+    if isinstance(mask, Tensor) and mask.shape != embeds.shape[:2]:
+        return "the attention mask has another shape than the embeddings"
+    return None
+
+
 def _why_not_masked(request: Request, mask: Tensor | None) -> str | None:
     """Return why the road does not support a call's attention mask, or None if it does."""
     mask = _inferred_mask(request) if mask is None else mask
@@ -127,7 +147,7 @@ def _methods() -> frozenset[str]:
 
 def _others(model: nn.Module, request: Request, *, typed: bool) -> list[str]:
     """List the call's model inputs that the engine road does not support."""
-    own = _OWN_OF_PAIRS if request.encoded else _OWN
+    own = _OWN_OF_PAIRS if request.encoded else _OWN | {"inputs_embeds"}
     if request.encoded and getattr(model, "main_input_name", None) == "pixel_values":
         own |= _PICTURES
     types = request.inputs.get("token_type_ids")
@@ -240,7 +260,7 @@ def why_not_readable(runner: Runner, request: Request) -> str | None:
         request: The call as read by `read_request`.
     """
     prompt, mask = request.prompt, request.inputs.get("attention_mask")
-    if prompt is None:
+    if prompt is None or request.inputs.get("inputs_embeds") is not None:
         return None
     if prompt.numel() == 0:
         return "the prompt is empty"
@@ -346,6 +366,8 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
 def _inferred_mask(request: Request) -> Tensor | None:
     """Return the mask that transformers infers if none is given; None if no token counts as padding."""
     ids, pad, ends = request.prompt, request.config.pad_token_id, request.config.eos_token_id
+    if request.inputs.get("inputs_embeds") is not None:
+        return None
     pad = pad.item() if isinstance(pad, Tensor) else pad
     ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
     if ids is None or pad is None or pad in (ends if isinstance(ends, list | tuple) else (ends,)):

@@ -21,7 +21,7 @@ from slipstream.engine.generation.runner import Runner
 from slipstream.engine.generation.stand_in import is_transformers
 from slipstream.model.fused.states import begins_in
 
-__all__ = ["why_not_resumed"]
+__all__ = ["prepares_by_default", "why_not_resumed"]
 
 _PREPARES = "prepare_inputs_for_generation"
 _METHODS = ("_prefill", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation")
@@ -56,7 +56,9 @@ def why_not_resumed(
         return "a cache is given to a search, or to a model with an assistant"
     if config.num_return_sequences > 1:
         return "a cache is given, and several sequences per prompt are to be returned"
-    if runner.takes_over or request.encoded or prompt is None or not _prepares(model, request):
+    if kwargs.get("inputs_embeds") is not None:
+        return "a cache is given, and embeddings"
+    if runner.takes_over or request.encoded or prompt is None or not prepares_by_default(model, request):
         return "a cache is given to a model that prepares its inputs in a way of its own"
     specs = [block.spec for block in runner.blocks]
     if not any(spec.cached for spec in specs):
@@ -82,8 +84,13 @@ def why_not_resumed(
     return None
 
 
-def _prepares(model: nn.Module, request: Request) -> bool:
-    """Whether a model prepares its inputs as transformers' generation does by default."""
+def prepares_by_default(model: nn.Module, request: Request) -> bool:
+    """Whether a model prepares its inputs as transformers' generation does by default.
+
+    Args:
+        model: The causal language model.
+        request: The call as read by `read_request`.
+    """
     if not is_transformers(model, *_METHODS):
         return False
     name = type(model).__name__
