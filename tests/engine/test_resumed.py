@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, MistralConfig, StaticCache
 
 from slipstream.engine.generation.runner import Session
 from slipstream.ops.step import Step
@@ -347,3 +347,105 @@ def test_it_runs_on_the_reference_ops(isa: str, monkeypatch: pytest.MonkeyPatch)
     close(
         conversation(models.original, caches[0], ids, mask), conversation(models.engine, caches[1], ids, mask)
     )
+
+
+def test_a_cache_that_forgets_more_than_the_model_is_left_to_the_original(llama: Pair) -> None:
+    """Transformers attends to what a cache has, whatever the window of the model."""
+    config = MistralConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    ids, results, caches = prompt(2, 9), [], []
+    for model in (llama.original, llama.engine):
+        caches.append(DynamicCache(config=config))
+        options = {"past_key_values": caches[-1], "max_new_tokens": 12, "eos_token_id": None}
+        results.append(model.generate(ids, do_sample=False, pad_token_id=0, **options))
+    close(*results)
+    close(*caches, atol=1e-3)
+
+
+def hybrid(pairs: dict[str, Pair], name: str = "qwen3_next mixed") -> Pair:
+    return pairs.setdefault(name, pairs.get(name) or _pair(name))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_that_were_hidden_only_later_are_left_to_the_original(pairs: dict[str, Pair], name: str) -> None:
+    models, ids, results = hybrid(pairs, name), prompt(3, 12), []
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    for model in (models.original, models.engine):
+        cache = DynamicCache(config=models.original.config)
+        with torch.no_grad():
+            models.original(input_ids=ids[:, :5], past_key_values=cache, use_cache=True)
+        options = {"past_key_values": cache, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        results.append(model.generate(ids, attention_mask=mask, pad_token_id=0, **options))
+    close(*results)
+
+
+@pytest.mark.parametrize("how", ["autocast", "hook"])
+def test_what_transformers_keeps_is_found_neither_under_autocast_nor_under_hooks(how: str) -> None:
+    models = _pair("qwen3_next mixed")
+    seen: list[Any] = []
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    if how == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            models.engine.generate(prompt(2), **options)
+    else:
+        modules = models.engine.module.named_modules()
+        mixer = next(module for name, module in modules if name.endswith("linear_attn"))
+        handle = mixer.register_forward_hook(lambda *_: seen.append(1))
+        models.engine.generate(prompt(2), **options, eos_token_id=None)
+        handle.remove()
+        assert len(seen) == 3
+    with roads(models.engine) as counts:
+        got = models.engine.generate(prompt(2), **options).past_key_values
+    assert counts.taken == "engine"
+    expected = models.original.generate(prompt(2), **options).past_key_values
+    same_cache(expected, got, torch.ones(2, 20))
+
+
+def test_a_weight_that_is_computed_is_left_to_the_original(llama: Pair) -> None:
+    models = copy.deepcopy(llama)
+    results = []
+    for model in (models.original, models.engine):
+        torch.nn.utils.weight_norm(model.get_input_embeddings())
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=prompt()[:, :5], past_key_values=cache)
+        results.append(model.generate(prompt(), past_key_values=cache, max_new_tokens=5, do_sample=False))
+    close(*results)
+
+
+def test_layers_of_different_lengths_are_left_to_the_original(llama: Pair) -> None:
+    raised = []
+    for model in (llama.original, llama.engine):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=prompt()[:, :5], past_key_values=cache)
+        cache.layers[0].keys = cache.layers[0].values = None
+        cache.layers[0].is_initialized = False
+        with roads(llama.engine) as counts:
+            try:
+                model.generate(prompt(), past_key_values=cache, max_new_tokens=5)
+                raised.append(None)
+            except Exception as error:
+                raised.append(type(error))
+    assert counts.runner == 0
+
+
+def test_a_reset_cache_of_other_rows_is_no_place_for_states(pairs: dict[str, Pair]) -> None:
+    models = hybrid(pairs)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    cache = DynamicCache(config=models.original.config)
+    models.engine.generate(prompt(2), past_key_values=cache, **options)
+    cache.reset()
+    with pytest.raises(RuntimeError):  # as the original does
+        models.engine.generate(prompt(1), past_key_values=cache, **options)
+    cache = DynamicCache(config=models.original.config)
+    with roads(models.engine) as counts:
+        models.engine.generate(prompt(1), past_key_values=cache, **options)
+    assert counts.taken == "engine"

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.generation.decode import Decode
-from slipstream.engine.generation.export import Rows, append_to, exported
+from slipstream.engine.generation.export import Rows, append_to, exported, store
 from slipstream.engine.generation.fork import followed, forked
-from slipstream.engine.generation.multimodal import Begun, Kept, kept_by, last_tokens
+from slipstream.engine.generation.multimodal import Begun, Kept, kept_by
 from slipstream.engine.generation.protocols import OnTokens
 from slipstream.engine.generation.runner import Runner, make_step
 from slipstream.engine.generation.schedule import Chunk, Schedule
-from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache, slots_of
+from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
-from slipstream.ops.kv_cache import write_cache
 from slipstream.ops.noise import Noise
 from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
@@ -71,8 +70,7 @@ class Batch:
         self._runner = runner
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, hidden + self._tokens.shape[1])
-        self._shifts = [0] * rows
-        self._resumed = 0
+        self._shifts, self._resumed = [0] * rows, 0
         self._decode: Decode | None = None
         self._penalty: Penalty | None = None
         self._suppression: Suppression | None = None
@@ -345,27 +343,17 @@ class Batch:
 
     def resume(self, cache: Any) -> None:
         """Store a transformers cache of the prompts' first tokens, so that only the others run."""
-        self._resumed = seen = int(cache.get_seq_length())
-        layers = kept_by(cache, self._runner, len(self._padding), seen) if seen else []
-        if layers is None:
-            raise AssertionError("a cache was used that had not been checked")
-        if layers:
-            self._store(layers, seen)
+        self._resumed = int(cache.get_seq_length())
+        layers = kept_by(cache, self._runner, len(self._padding), self._resumed) if self._resumed else None
+        if layers is not None:
+            self._store(layers, self._resumed)
 
     def _store(self, layers: Sequence[Kept], seen: int) -> None:
         """Store what layers keep of the first `seen` tokens, padding included; these need not run."""
         for row, padding in enumerate(self._padding):
             done = max(seen - padding, 0)
             self._schedule.add(row, self._length - padding, done=done)
-            if done == 0:
-                continue
-            slots = slots_of(self._blocks[row], done, self._tokens.device)
-            for made, kept in zip(layers, self._cache.layers, strict=True):
-                if made.states is not None and kept.states is not None:
-                    kept.states[row] = made.states[row]
-                if made.pages is not None:
-                    k, v = (last_tokens(part[row], done) for part in made.pages)
-                    write_cache(k, v, *kept.pages, slots)
+            store(layers, self._cache, row, self._blocks[row], done)
 
     def fork(self, times: int) -> None:
         """Replace each row by `times` adjacent copies of itself; all tokens of the rows must have run."""

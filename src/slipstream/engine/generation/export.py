@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.engine.generation.multimodal import Kept, last_tokens
 from slipstream.engine.generation.runner import Runner
-from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
+from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache, slots_of
 from slipstream.model.fused.states import keeps_state, write_state
-from slipstream.ops.kv_cache import CachePart, read_cache
+from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 
-__all__ = ["Rows", "append_to", "exported", "why_not_exported"]
+__all__ = ["Rows", "append_to", "exported", "store", "why_not_exported"]
 
 
 Rows = Sequence[tuple[Sequence[int], int]]
@@ -84,6 +85,24 @@ def append_to(out: Any, runner: Runner, cache: PagedCache, rows: Rows, first: in
         if spec.cache_repeated:
             parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]
         out.update(parts[0], parts[1], index)
+
+
+def store(layers: Sequence[Kept], cache: PagedCache, row: int, blocks: Sequence[int], count: int) -> None:
+    """Store what layers of transformers' cache keep of a sequence.
+
+    Args:
+        layers: What they keep of each row.
+        cache: Updated in place.
+        row: The sequence's row.
+        blocks: Its blocks in `cache`, in order.
+        count: Number of tokens, without padding.
+    """
+    for made, kept in zip(layers, cache.layers, strict=True) if count else ():
+        if made.states is not None and kept.states is not None:
+            kept.states[row] = made.states[row]
+        if made.pages is not None:
+            k, v = (last_tokens(part[row], count) for part in made.pages)
+            write_cache(k, v, *kept.pages, slots_of(blocks, count, k.device))
 
 
 def _row(

@@ -27,6 +27,7 @@ from slipstream.engine.generation.processors import parted, penalty_of, suppress
 from slipstream.engine.generation.refusals import MODES
 from slipstream.engine.generation.request import cache_matters, longest
 from slipstream.engine.generation.runner import Runner
+from slipstream.engine.generation.stopping import Stop
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, any_of
 
@@ -114,7 +115,7 @@ class Loop:
         # Finished rows are dropped to save work, unless the caller sees what the model computes for them.
         returns_cache = config.return_dict_in_generate or self.cache is not None
         keep_finished = cross or returns_cache or not has_eos or runner.frame.angles_share_a_length
-        stop, record = _Stop(stopping_criteria), _Record(config)
+        stop, record = Stop(stopping_criteria), _Record(config)
         rows = _Rows(input_ids.shape[0], config._pad_token_tensor if has_eos else None)
         stream = None if self.streamer is None else _Stream(self.streamer, rows)
         choose = None if record.is_kept else self._choose(batch, logits_processor, config, stop.ends, stream)
@@ -139,11 +140,15 @@ class Loop:
                 break
             if not keep_finished:
                 batch.drop(rows.alive)
+        return self._ended(model, batch, record if config.return_dict_in_generate else None)
+
+    def _ended(self, model: nn.Module, batch: Batch, record: _Record | None) -> Any:
+        """Extend the caller's cache, end its stream, and return the output: tokens, or with a record."""
         if self.cache is not None:
             batch.extend(self.cache)
         if self.streamer is not None:
             self.streamer.end()
-        if not config.return_dict_in_generate:
+        if record is None:
             return batch.ids.clone()
         # A batch that is held continues from its own cache.
         made = batch.export(model) if self.cache is None and self.held is None else None
@@ -331,48 +336,9 @@ class _Pace:
         return tokens
 
 
-class _Stop:
-    """Evaluates stopping criteria; maximum length and end tokens are checked without calling them.
-
-    Attributes:
-        is_known: Whether there are only criteria of those two kinds.
-        ends: The end tokens of all end-token criteria.
-    """
-
-    def __init__(self, criteria: Any) -> None:
-        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-
-        self._criteria = criteria
-        self._most: int | None = None
-        self.is_known, ends = True, []
-        for one in criteria:
-            if type(one) is EosTokenCriteria:
-                ends += one.eos_token_id.flatten().tolist()
-            elif type(one) is MaxLengthCriteria and not _reminds(one):
-                self._most = one.max_length if self._most is None else min(self._most, one.max_length)
-            else:
-                self.is_known = False
-        self.ends: tuple[int, ...] = tuple(ends)
-
-    def __call__(self, batch: Batch, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
-        """Return which rows are done, `tokens` `(B,)` being the batch's last tokens."""
-        if not self.is_known:
-            done: list[bool] = batch.shown(lambda ids: self._criteria(ids, scores)).tolist()
-            return done
-        if self._most is not None and batch.length >= self._most:
-            return [True] * tokens.shape[0]
-        return [token in self.ends for token in tokens.tolist()] if self.ends else [False] * len(tokens)
-
-
 def _processed(processors: Any, logits: Tensor, ids: Tensor) -> Tensor:
     scores: Tensor = processors(ids, logits)
     return scores
-
-
-def _reminds(criterion: Any) -> bool:
-    """Whether transformers' length criterion would warn that a generation exceeds the model's length."""
-    most = criterion.max_position_embeddings
-    return most is not None and criterion.max_length > most
 
 
 class _Record:

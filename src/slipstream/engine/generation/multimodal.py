@@ -21,7 +21,7 @@ from slipstream.engine.generation.runner import Runner
 from slipstream.ops.recurrence import final_state
 from slipstream.spec import BlockSpec, Recurrence, lender_of
 
-__all__ = ["Begun", "Kept", "begin", "kept_by", "last_tokens"]
+__all__ = ["Begun", "Kept", "begin", "kept_by", "last_tokens", "layers_by_block"]
 
 _SILENT = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position", "past_key_values"})
 """Inputs of a step that do not affect what its token computes."""
@@ -133,12 +133,9 @@ def kept_by(cache: Any, runner: Runner, rows: int, seen: int) -> list[Kept] | No
         seen: N.
     """
     specs = [block.spec for block in runner.blocks]
-    own = [index for index, spec in enumerate(specs) if spec.sharing != "borrows"]
-    # Versions of transformers differ in whether layers that borrow have a place in the cache, an empty one.
-    places = own if len(cache.layers) == len(specs) else range(len(own))
-    if len(cache.layers) not in (len(specs), len(own)):
+    layers = layers_by_block(cache, specs)
+    if layers is None:
         return None
-    layers = {index: cache.layers[place] for index, place in zip(own, places, strict=True)}
     kept: list[Kept] = []
     for index, spec in enumerate(specs):
         if index not in layers:
@@ -150,6 +147,16 @@ def kept_by(cache: Any, runner: Runner, rows: int, seen: int) -> list[Kept] | No
             return None
         kept.append(Kept(pages, states))
     return kept
+
+
+def layers_by_block(cache: Any, specs: Sequence[BlockSpec]) -> dict[int, Any] | None:
+    """Return a cache's layers by the index of their block; None if their numbers do not fit."""
+    own = [index for index, spec in enumerate(specs) if spec.sharing != "borrows"]
+    # Versions of transformers differ in whether layers that borrow have a place in the cache, an empty one.
+    places = own if len(cache.layers) == len(specs) else range(len(own))
+    if len(cache.layers) not in (len(specs), len(own)):
+        return None
+    return {index: cache.layers[place] for index, place in zip(own, places, strict=True)}
 
 
 def _pages(layer: Any, spec: BlockSpec, rows: int, seen: int) -> tuple[Tensor, Tensor] | None:

@@ -236,6 +236,8 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     changed = runner.frame.replaced(model)
     if changed is not None:
         return f"{changed or 'the model'} was replaced, or its forward was"
+    if runner.frame.embed._parameters.get("weight") is None:
+        return "the weight of the token embedding is computed"
     if getattr(runner.frame.embed, "max_norm", None) is not None:
         return "the token embedding has max_norm, which rescales its rows"
     if not runner.frame.keeps_numbers:

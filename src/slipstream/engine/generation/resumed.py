@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.engine.generation.export import why_not_exported
-from slipstream.engine.generation.multimodal import kept_by
+from slipstream.engine.generation.multimodal import kept_by, layers_by_block
 from slipstream.engine.generation.request import Request
 from slipstream.engine.generation.runner import Runner
 from slipstream.engine.generation.stand_in import is_transformers
 from slipstream.model.fused.states import begins_in
+from slipstream.spec import BlockSpec
 
 __all__ = ["prepares_by_default", "why_not_resumed"]
 
@@ -73,15 +74,9 @@ def why_not_resumed(
         return "a cache is given, and rotary angles depend on the longest sequence"
     if not _is_plain(cache):
         return f"a {type(cache).__name__} is given, or one with layers that do not just grow"
-    seen = cache.get_seq_length()
-    if seen >= prompt.shape[1]:
-        return "the cache that is given has all tokens of the prompt"
-    if seen > 0:
-        return _why_not_kept(cache, runner, prompt.shape[0], seen)
-    pairs = zip(runner.frame.layers, specs, strict=False)
-    if not all(begins_in(layer, cache) for layer, spec in pairs if spec.recurrence is not None):
-        return "the cache that is given has states, or no place for them"
-    return None
+    mask, pad = request.inputs.get("attention_mask"), config.pad_token_id
+    hidden = mask == 0 if isinstance(mask, Tensor) else prompt == (-1 if pad is None else pad)
+    return _why_not_read(cache, runner, prompt, hidden)
 
 
 def prepares_by_default(model: nn.Module, request: Request) -> bool:
@@ -114,12 +109,43 @@ def _is_plain(cache: Any) -> bool:
     )
 
 
+def _why_not_read(cache: Any, runner: Runner, prompt: Tensor, hidden: Tensor) -> str | None:
+    """Return why a plain cache cannot be what has run of the prompts `(B, S)`; None if it can.
+
+    Args:
+        cache: The caller's.
+        runner: Runs the model.
+        prompt: `(B, S)` int64.
+        hidden: `(B, S)`, where the prompts are padded.
+    """
+    specs, seen, rows = [block.spec for block in runner.blocks], int(cache.get_seq_length()), len(prompt)
+    recurring = [index for index, spec in enumerate(specs) if spec.recurrence is not None]
+    if seen >= prompt.shape[1]:
+        return "the cache that is given has all tokens of the prompt"
+    layers = layers_by_block(cache, specs) if cache.layers or recurring else {}
+    if layers is None or any(_forgets(layer, specs[index]) for index, layer in layers.items()):
+        return "the cache that is given has other windows or numbers of layers than the model"
+    held = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)]
+    if any(layer.get_seq_length() != seen for layer in held):
+        return "the cache that is given has layers of different lengths"
+    if seen == 0:
+        fresh = all(begins_in(runner.frame.layers[index], cache, rows) for index in recurring)
+        return None if fresh else "the cache that is given has states, or no place for them"
+    if recurring and bool(hidden[:, :seen].all(-1).any()):
+        return "the mask hides all tokens of a row that its states in the cache were made of"
+    return _why_not_kept(cache, runner, rows, seen)
+
+
+def _forgets(layer: Any, spec: BlockSpec) -> bool:
+    """Whether a layer of a cache keeps fewer tokens than its block attends to."""
+    kept, reach = getattr(layer, "sliding_window", None), spec.chunk if spec.window is None else spec.window
+    return kept is not None and (reach is None or kept < reach or kept == 1)  # one of 1 forgets nothing
+
+
 def _why_not_kept(cache: Any, runner: Runner, rows: int, seen: int) -> str | None:
     """Return why the tensors in a cache of N tokens cannot be those of the engine's; None if they can."""
     layers = kept_by(cache, runner, rows, seen)
-    held = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)]
-    lengths = {layer.get_seq_length() for layer in held}
-    if layers is None or lengths != {seen}:
+    if layers is None:
         return "the cache that is given has other shapes than the model's"
     device = runner.frame.embed._parameters["weight"].device
     for layer in layers:

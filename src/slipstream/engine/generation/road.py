@@ -47,11 +47,12 @@ def why_not_the_road(
     typed = runner.frame.spec.type_embed is not None
     return (
         why_not_readable(runner, request)
-        or why_not_kept(model, runner, request, assistant)
         or why_not_packed(model, request, kwargs, takes_over=runner.takes_over, typed=typed)
-        or why_not_resumed(model, runner, request, kwargs)
         or why_not_so_long(model, runner, request)
         or why_not_intact(model, runner)
+        # These may run a part of the model, to see what transformers keeps of it.
+        or why_not_kept(model, runner, request, assistant)
+        or why_not_resumed(model, runner, request, kwargs)
     )
 
 

@@ -143,9 +143,7 @@ class NativeStack:
         """Whether a call for one layer and rows `(T, C)` runs natively, given a cache that serves it."""
         place = self._place.get(id(block))
         mine = place is not None and self.blocks[place] is block
-        known = x.dtype in DTYPES and x.device.type == "cpu" and 0 < x.shape[0] <= self.most_tokens
-        known &= x.shape[1:] == self._state
-        return mine and known and self.ready() is not None
+        return mine and self._reads(x) and self.ready() is not None
 
     def has(self, block: Any) -> bool:
         """Whether a block belongs to this stack, and runs without a paged cache, too."""
@@ -316,13 +314,11 @@ class NativeStack:
         return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))
 
     def _takes(self, blocks: Sequence[Any], x: Tensor) -> bool:
-        return (
-            all(map(self.has, blocks))
-            and 0 < x.shape[0] <= self.most_tokens
-            and x.shape[1:] == self._state
-            and x.dtype in DTYPES
-            and x.device.type == "cpu"
-        )
+        return all(map(self.has, blocks)) and self._reads(x)
+
+    def _reads(self, x: Tensor) -> bool:
+        rows = 0 < x.shape[0] <= self.most_tokens and x.shape[1:] == self._state
+        return rows and x.dtype in DTYPES and x.device.type == "cpu"
 
     def prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
         """Return the structs if the given layers can run on the rows `x` in one call, else None."""

@@ -126,7 +126,7 @@ def begin(
     if any(map(is_hooked, part.modules())) or (is_padded and (scope is None or not scope.drops)):
         return None
     if cache is not None:
-        known = _ends_together(spans, x) and is_fresh(cache, index)
+        known = _ends_together(spans, x) and is_fresh(cache, index, x.shape[0])
         kept = kept_as(begins, block, layer, cache) if known else None
         if kept is None:
             return None
@@ -183,14 +183,25 @@ def _ends_together(spans: Sequence[tuple[int, int]], x: Tensor) -> bool:
     return all(last == x.shape[1] for _, last in spans)
 
 
-def is_fresh(cache: Any, index: int) -> bool:
-    """Whether a cache has a layer for the state, which keeps nothing yet, and need not keep older ones."""
+def is_fresh(cache: Any, index: int, rows: int) -> bool:
+    """Whether a cache has a layer for the state, which keeps nothing yet, and need not keep older ones.
+
+    Args:
+        cache: A cache of transformers.
+        index: The layer's index in it.
+        rows: B; what was reset has a number of rows already.
+    """
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     known = getattr(layer, "has_previous_state", None)
     empty = isinstance(known, dict) and not any(known.values())
     own = "update_conv_state" in vars(cache) or "update_recurrent_state" in vars(cache)
-    return empty and not own and not getattr(layer, "record_past", False)
+    fits = all(state is None or len(state) == rows for state in _states(layer)) if empty else False
+    return fits and not own and not getattr(layer, "record_past", False)
+
+
+def _states(layer: Any) -> list[Tensor | None]:
+    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
 
 
 def _run(run: RunsLayers, block: Block, x: Tensor, lens: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -231,7 +242,10 @@ def _inputs(block: Block, part: RecurrentLike, x: Tensor, spans: Sequence[tuple[
 def kept_as(begins: Begins, block: Block, layer: MixerLayer, cache: Any) -> Placed | None:
     """Return how transformers keeps a module's state, by what its own code keeps; None if unknown."""
     if layer.key not in begins.kept:
-        begins.kept[layer.key] = _compared(begins.run, block, layer, cache)
+        if any(state is not None for state in _states(cache.layers[layer.index])):
+            return None  # it was reset, and the module's own code would write into it
+        with torch.autocast("cpu", enabled=False):
+            begins.kept[layer.key] = _compared(begins.run, block, layer, cache)
     return begins.kept[layer.key]
 
 

@@ -24,15 +24,15 @@ def keeps_state(layer: nn.Module, fresh: Any) -> bool:
         fresh: An empty cache of transformers, made from the model's config; not changed.
     """
     own = _mixer_of(layer)
-    if own is None or not begins_in(layer, fresh):
+    if own is None or not begins_in(layer, fresh, 1):
         return False
     state = injected_state(layer)
     return state.begins is not None and kept_as(state.begins, state.block, own, fresh) is not None
 
 
-def begins_in(layer: nn.Module, cache: Any) -> bool:
-    """Whether a cache has a place for the state of an injected layer, which is still empty."""
-    return is_fresh(cache, injected_state(layer).index)
+def begins_in(layer: nn.Module, cache: Any, rows: int) -> bool:
+    """Whether a cache has a place for `rows` states of an injected layer, which is still empty."""
+    return is_fresh(cache, injected_state(layer).index, rows)
 
 
 def write_state(layer: nn.Module, cache: Any, states: Tensor) -> None:
@@ -51,7 +51,7 @@ def write_state(layer: nn.Module, cache: Any, states: Tensor) -> None:
     if own is None or kept is None:
         raise AssertionError("a state is written for a layer that was not checked")
     inputs, state = inputs_of(states, own.recurrent.spec), final_state(states, own.recurrent.spec)
-    if begins_in(layer, cache):
+    if begins_in(layer, cache, len(states)):
         put(cache, own.index, kept, inputs, state)
         return
     there = cache.layers[own.index]
