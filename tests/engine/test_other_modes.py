@@ -157,11 +157,6 @@ def test_hidden_states_and_attentions_of_generate() -> None:
         assert len(got[wanted.removeprefix("output_")]) == expected.sequences.shape[1] - 9
 
 
-def test_embeddings_as_the_prompt(models: Pair) -> None:
-    embeds = models.original.get_input_embeddings()(prompt()).detach()
-    both(models, inputs_embeds=embeds)
-
-
 def test_a_custom_generate_of_the_users_own(llama: Pair) -> None:
     def first_only(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Tensor:
         logits = model(input_ids=input_ids).logits[:, -1]
