@@ -107,7 +107,10 @@ def promoted(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
     The original's first layers round to their dtype before a weight promotes them; fused ones would keep it.
     """
-    x, dtype = given.get("inputs_embeds"), getattr(model, "dtype", None)
+    x = given.get("inputs_embeds")
+    dtype = (
+        getattr(model, "dtype", None) if isinstance(x, Tensor) else None
+    )  # it looks through the parameters
     if not isinstance(x, Tensor) or not isinstance(dtype, torch.dtype) or x.dtype == dtype:
         return given
     widens = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
