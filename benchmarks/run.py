@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     assisted,
     attention_cpu,
+    crowded_cpu,
     decode_cpu,
     diffusion,
     families_cpu,
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "peers": peers.measure,
     "assisted": assisted.measure,
     "attention_cpu": attention_cpu.measure,
+    "crowded_cpu": crowded_cpu.measure,
     "decode_cpu": decode_cpu.measure,
     "diffusion": diffusion.measure,
     "families_cpu": families_cpu.measure,

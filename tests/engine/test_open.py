@@ -131,3 +131,10 @@ def test_a_name_too_long_for_a_file_may_still_be_a_name_on_the_hub() -> None:
 def test_a_file_of_a_folder_is_no_place(folder: Path, name: str) -> None:
     with pytest.raises(slipstream.WeightError, match="is a file, but not a .gguf file; give the folder that"):
         slipstream.init_inference(folder / name)
+
+
+def test_a_folder_may_be_named_like_a_file(folder: Path, tmp_path: Path) -> None:
+    named = folder.rename(tmp_path / "model.gguf")
+    assert resolve_place(str(named)) == str(named)
+    engine = slipstream.init_inference(str(named), dtype=torch.float32)
+    close(make("llama")(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import slipstream
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from tests.helpers.models import close, inject, make, prompt
 
@@ -144,3 +145,27 @@ def test_loading_a_state_dict_into_the_model_is_refused_before_anything_changes(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     with pytest.raises(UnsupportedError, match="load_state_dict would"):
         copy.deepcopy(engine.module).load_state_dict(make("llama", seed=1).state_dict())
+
+
+def test_settings_that_transformers_would_not_save_are_saved(tmp_path: Path) -> None:
+    """It generates with them all the same, with a warning."""
+    model = make("llama")
+    model.generation_config.temperature = 0.6
+    engine = inject(model, save_mp_checkpoint_path=str(tmp_path / "saved"), quant=PACKED)
+    again = slipstream.init_inference(str(tmp_path / "saved"))
+    close(engine(input_ids=prompt()).logits, again(input_ids=prompt()).logits)
+    assert again.generation_config.temperature == 0.6
+
+
+def test_a_config_that_cannot_be_saved_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("this cannot be saved")
+
+    model = make("llama")
+    before = type(model.model.layers[0])
+    monkeypatch.setattr(type(model.config), "save_pretrained", refuse)
+    with pytest.raises(slipstream.UnsupportedError, match="save_mp_checkpoint_path.*this cannot be saved"):
+        inject(model, save_mp_checkpoint_path=str(tmp_path / "saved"), quant=PACKED)
+    assert type(model.model.layers[0]) is before

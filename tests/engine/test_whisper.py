@@ -143,3 +143,25 @@ def test_a_decoder_assists_the_whole_model(task: str | None) -> None:
     expected = original.generate(**heard, **asked, assistant_model=copy.deepcopy(assistant))
     assert torch.equal(original.generate(**heard, **asked, assistant_model=inject(assistant)), expected)
     assert torch.equal(pair().engine.generate(**heard, **asked, assistant_model=assistant), expected)
+
+
+def test_beams_do_not_stream() -> None:
+    for model in (pair().original, pair().engine):
+        with pytest.raises(ValueError, match="streamer"):
+            model.generate(**_heard(long=False), num_beams=2, max_new_tokens=4, streamer=_Streamer())
+
+
+class _Streamer:
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_no_length_is_the_default_one() -> None:
+    expected, got = (
+        model.generate(**_heard(long=False), language="en", max_length=None)
+        for model in (pair().original, pair().engine)
+    )
+    assert torch.equal(expected, got)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slipstream.kernels.cpu.draw import native_draw
 from slipstream.kernels.cpu.library import EMULATED, _openmp_in, load, refuse
 from slipstream.kernels.cpu.memory import copied, digest, is_finite
+from slipstream.kernels.cpu.norm import native_norm
+from slipstream.spec import Norm
+
+RMS = Norm("rms", 1e-5)
 
 
 @pytest.mark.skipif(
@@ -50,3 +57,22 @@ def test_the_openmp_runtime_is_torchs_and_its_path_may_have_spaces(
 ) -> None:
     lines = [f"7f91b2f37000-7f91b2f38000 r-xp 00000000 fe:00 329637      {path}" for path in paths]
     assert _openmp_in("\n".join([*lines, "7ffd-7ffe rw-p 00000000 00:00 0 "])) == found
+
+
+@pytest.mark.skipif(load("baseline") is None, reason="the library is not built here")
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda library: native_norm(torch.ones(2, 64), torch.ones(4), None, spec=RMS, library=library),
+        lambda library: native_norm(torch.ones(2, 64), None, torch.ones(65), spec=RMS, library=library),
+        lambda library: native_norm(torch.ones(8, 4).t(), None, None, spec=RMS, library=library),
+        lambda library: native_norm(torch.ones(2, 4).double(), None, None, spec=RMS, library=library),
+        lambda library: native_norm(torch.ones(2, 0), None, None, spec=RMS, library=library),
+        lambda library: native_draw(torch.ones(4, 9), torch.ones(1, 9), torch.ones(4), library=library),
+        lambda library: native_draw(torch.ones(4, 9), None, torch.ones(3), library=library),
+        lambda library: native_draw(torch.ones(9, 4).t(), None, torch.ones(4), library=library),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(give: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"shape|strides"):
+        give(load("baseline"))

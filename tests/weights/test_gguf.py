@@ -310,7 +310,17 @@ def scale_by_field(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_factor(2.0)
 
 
-@pytest.mark.parametrize("edit", [scale_by_tensor, scale_by_field])
+def scale_by_factor_alone(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_factor(2.0)
+
+
+def scale_by_the_older_name(writer: gguf.GGUFWriter) -> None:
+    writer.add_float32("llama.rope.scale_linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    "edit", [scale_by_tensor, scale_by_field, scale_by_factor_alone, scale_by_the_older_name]
+)
 def test_scaled_rotary_frequencies_are_refused_not_dropped(
     tmp_path: Path, edit: Callable[[gguf.GGUFWriter], None]
 ) -> None:

@@ -78,7 +78,9 @@ class InferenceEngine(Weights):
             config: The configuration, as accepted by `init_inference`; None for the defaults.
 
         Raises:
-            SlipstreamError: Any subclass; the model is then unchanged.
+            SlipstreamError: Any subclass; the model is then unchanged, except where writing to
+                `save_mp_checkpoint_path` fails once the engine is built (a full disk): then the model stays
+                as the engine has made it.
         """
         super().__init__()
         if isinstance(model, InferenceEngine):

@@ -24,7 +24,7 @@ from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, We
 from slipstream.formats import format_of
 from slipstream.model.report import Report
 from slipstream.model.selfcheck.check import MODEL_ERRORS
-from slipstream.model.weights.meta_model import hollow
+from slipstream.model.weights.meta_model import exact_buffers, hollow
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.converted import Converted
 from slipstream.weights.gguf_header import is_gguf
@@ -194,6 +194,8 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
         dtype = getattr(config, "dtype", None)
         with hollow(dtype if isinstance(dtype, torch.dtype) else torch.float32), torch.no_grad():
             model: nn.Module = build(config).eval()
+        if dtype in (torch.bfloat16, torch.float16):
+            exact_buffers(model, config)
         if (folder / "generation_config.json").is_file() and model.can_generate():  # type: ignore[operator]
             generation: Any = transformers.GenerationConfig.from_pretrained(folder)
             model.generation_config = generation

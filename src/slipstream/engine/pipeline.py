@@ -10,6 +10,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.engine.engine import InferenceEngine
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError
+from slipstream.model.fused.watch import keep_padding
 from slipstream.model.report import Report
 
 __all__ = ["PipelineEngine", "is_pipeline", "shared_copy"]
@@ -59,6 +60,7 @@ class PipelineEngine:
                 raise type(error)(f"{name} of {type(pipeline).__name__}: {error}") from error
             engines[name] = made[id(component)] = engine
         for name, engine in engines.items():
+            keep_padding(engine.module)
             setattr(pipeline, name, engine.module)
         self.pipeline, self.inference_config, self._engines = pipeline, config, engines
 

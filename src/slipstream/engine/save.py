@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from slipstream.config import InferenceConfig
 from slipstream.engine.gather import gathered_tensors, is_any_packed
 from slipstream.engine.new_folder import free_place, made_at_once
 from slipstream.engine.ranks import first_writes
-from slipstream.errors import UnsupportedError, WeightError
+from slipstream.errors import UnsupportedError, WeightError, one_line
 from slipstream.model.fused.state import injected_state, is_injected
+from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.model.weights.packed import is_packed, packed_matrices
 from slipstream.parallel import ALONE, Axis
 from slipstream.weights.load import BlockWeights, restore_block
@@ -140,8 +142,9 @@ def _write_packed(
             model_config = copy.deepcopy(model_config)
             model_config.architectures = [type(model).__name__]
             model_config.save_pretrained(folder)
-            if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+            if (generation := getattr(model, "generation_config", None)) is not None:
+                # `save_pretrained` refuses settings with which the model generates all the same.
+                generation.to_json_file(folder / "generation_config.json")
             for file in sorted(tokenizer_from.iterdir()) if tokenizer_from is not None else ():
                 if file.is_file() and file.name.startswith(COPIED):
                     shutil.copyfile(file, folder / file.name)
@@ -163,13 +166,22 @@ def check_destination(model: Any, config: InferenceConfig) -> None:
     what = f"save_mp_checkpoint_path={str(config.save_mp_checkpoint_path)!r}"
     free_place(Path(config.save_mp_checkpoint_path), what)
     packs = (config.weight_format, config.head_format, config.quant.embedding_format)
-    if any(one is not None for one in packs) and not hasattr(
-        getattr(model, "config", None), "save_pretrained"
-    ):
+    if all(one is None for one in packs):
+        return
+    own: Any = getattr(model, "config", None)
+    if not hasattr(own, "save_pretrained"):
         raise UnsupportedError(
             f"{what}: {type(model).__name__} has no transformers config, without which packed weights cannot "
             "be reopened; leave out this path, or quant"
         )
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy.deepcopy(own).save_pretrained(folder)
+    except (*MODEL_ERRORS, OSError) as error:
+        raise UnsupportedError(
+            f"{what}: the config of {type(model).__name__} cannot be saved ({one_line(error)}), and without "
+            "it packed weights cannot be reopened; mend the config, or leave out this path"
+        ) from error
 
 
 def save_described(

@@ -25,7 +25,8 @@ def _made(parts: Sequence[Any], scale: float) -> Tensor:
     """Return the scaled sum of biases; layers that run together, which get the same, share one tensor."""
     global _last
     known, versions, last = _last
-    now = [scale, *(part._version for part in parts)]
+    # Inference tensors have no version. The model makes its biases in each call, and nothing writes to them.
+    now = [scale, *(0 if part.is_inference() else part._version for part in parts)]
     same = versions == now and all(one() is part for one, part in zip(known, parts, strict=True))
     made = last() if same else None
     if made is None:

@@ -180,10 +180,12 @@ def parts_mask(layer: Any, size: tuple[int, int], like: Tensor, *, takes_device:
     # Memory of other devices may belong to a graph that is being captured.
     keeps = like.device.type == "cpu" and math.prod(size) * side * side <= _LARGEST_MASK
     at = (("device", like.device),) if takes_device else ()
-    if known and keeps:
-        return _mask(make.__func__, size, side, shift, (("dtype", like.dtype), *at))
-    mask: Tensor | None = make(*size, dtype=like.dtype, **dict(at))
-    return None if mask is None else mask.to(like.device)
+    # Where it is not told a device, it uses the default one, which may be another in this call.
+    with like.device:
+        if known and keeps:
+            return _mask(make.__func__, size, side, shift, (("dtype", like.dtype), *at))
+        mask: Tensor | None = make(*size, dtype=like.dtype, **dict(at))
+        return None if mask is None else mask.to(like.device)
 
 
 @functools.lru_cache(maxsize=8)

@@ -24,6 +24,8 @@ from slipstream.model.layers import Found
 from slipstream.model.selfcheck.as_packed import unpack_into
 from slipstream.model.selfcheck.check import (
     MODEL_ERRORS,
+    MOST_TOKENS,
+    MOST_TOKENS_APART,
     RecordedCall,
     call_alone,
     compare,
@@ -259,9 +261,11 @@ def _check(
         original = None if reusable else twin.forward
         exact = partial(_widened, twin, settings.dtype)
         rounding = settings.format.rounding
-        rounded = rounding is not None and not rounding.above
+        most = None
+        if rounding is not None and not rounding.above:
+            most = MOST_TOKENS if state.block.share is None else MOST_TOKENS_APART
         forwards = (original, partial(run_part, fused.forward, state.block.share))
-        error = compare(found.name, calls, *forwards, like, ties=ties, rounded=rounded, exact=exact)
+        error = compare(found.name, calls, *forwards, like, ties=ties, most=most, exact=exact)
         if state.declined >= len(calls):
             return Verdict(None, reason="the model calls it only in ways that a block does not support")
         return replace(verdict, max_error=error)

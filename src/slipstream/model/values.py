@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from slipstream.devices.record import Recorder
@@ -53,7 +54,14 @@ def wants_operations() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.maybe_current_level() is not None
         or (torch._C._len_torch_dispatch_stack() > 0 and _is_seen_by_others())
+        or (torch._C._len_torch_function_stack() > 0 and _is_overridden())
     )
+
+
+def _is_overridden() -> bool:
+    """Whether a function mode other than a default device is active."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _is_seen_by_others() -> bool:

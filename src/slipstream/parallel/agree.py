@@ -212,7 +212,8 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+        # Sorted: an order may come from a set, and differs between processes then.
+        return "{" + ", ".join(sorted(f"{_text(k)}: {_text(v)}" for k, v in value.items())) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, type):

@@ -158,6 +158,11 @@ def check_kept(path: Path, header: GgufHeader, model_config: Any) -> None:
         for name, value in header.entries.items()
         if name.endswith(".rope.scaling.type") and value not in (b"none", None)
     ]
+    # Without a type, llama.cpp takes a factor, or its older name, for linear scaling.
+    if not any(name.endswith(".rope.scaling.type") for name in header.entries):
+        factors = (".rope.scaling.factor", ".rope.scale_linear")
+        stated = ((name, header.entries[name]) for name in header.entries if name.endswith(factors))
+        scaled += [name for name, value in stated if value not in (0, 1, None)]
     rope = getattr(model_config, "rope_parameters", None) or {}
     if scaled and rope.get("rope_type", "default") == "default":
         raise UnsupportedError(

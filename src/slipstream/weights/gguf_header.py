@@ -64,8 +64,8 @@ _MOST_DIMS, _MOST_DEPTH, _LONGEST_NAME = 4, 2, 1 << 16
 
 
 def is_gguf(place: str | os.PathLike[str]) -> bool:
-    """Whether a path has the suffix of a GGUF file."""
-    return os.fspath(place).lower().endswith(".gguf")
+    """Whether a path has the suffix of a GGUF file, and is not a folder."""
+    return os.fspath(place).lower().endswith(".gguf") and not os.path.isdir(place)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class GgufSource(Source):
             dense = blocks.view(torch.float32 if tensor.kind == "F32" else torch.float16)
         else:
             try:
-                rows = blocks.view(tensor.shape[0], -1).numpy()
+                rows = blocks.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1).numpy()
                 dense = torch.from_numpy(unpack_blocks(rows, tensor.kind))
             except READ_ERRORS as error:
                 raise WeightError(f"{self.place(name)} cannot be unpacked: {str(error)[:120]}") from error

@@ -216,13 +216,14 @@ def may_be_packed(role: Role, plain_roles: frozenset[Role]) -> bool:
 def lies_transposed(piece: Piece, tensor: Tensor) -> bool:
     """Whether a source tensor is stored transposed, in memory of this process alone.
 
-    Memory that processes share does not count: copying it by rows would give each process a copy.
+    Memory that processes share does not count: copying it by rows would give each process a copy. Nor do
+    inference tensors, which cannot be given other memory.
     """
     return (
         piece.transposed
         and not piece.experts
         and tensor.dim() > 1
-        and not (tensor.is_meta or tensor.mT.is_contiguous() or tensor.is_shared())
+        and not (tensor.is_meta or tensor.mT.is_contiguous() or tensor.is_shared() or tensor.is_inference())
     )
 
 

@@ -23,7 +23,7 @@ from slipstream.engine.generation.beams import BEAMS, Searched
 from slipstream.engine.generation.draft import Held
 from slipstream.engine.generation.encoder_decoder import cross_attends, encoded, with_encoder
 from slipstream.engine.generation.multimodal import Begun, begin
-from slipstream.engine.generation.processors import parted, penalty_of, suppressions_of
+from slipstream.engine.generation.processors import may_mix_rows, parted, penalty_of, suppressions_of
 from slipstream.engine.generation.refusals import MODES
 from slipstream.engine.generation.request import cache_matters, longest
 from slipstream.engine.generation.runner import Runner
@@ -113,8 +113,8 @@ class Loop:
         batch, runner = self._admit(input_ids, int(config.max_length) if most is None else most, model_kwargs)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Finished rows are dropped to save work, unless the caller sees what the model computes for them.
-        returns_cache = config.return_dict_in_generate or self.cache is not None
-        keep_finished = cross or returns_cache or not has_eos or runner.frame.angles_share_a_length
+        is_seen = config.return_dict_in_generate or self.cache is not None or may_mix_rows(logits_processor)
+        keep_finished = cross or is_seen or not has_eos or runner.frame.angles_share_a_length
         stop, record = Stop(stopping_criteria), _Record(config)
         rows = _Rows(input_ids.shape[0], config._pad_token_tensor if has_eos else None)
         stream = None if self.streamer is None else _Stream(self.streamer, rows)

@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.ops.draw import Warp
 from slipstream.ops.suppression import Rule
 
-__all__ = ["parted", "penalty_of", "suppressions_of", "warp_of"]
+__all__ = ["may_mix_rows", "parted", "penalty_of", "suppressions_of", "warp_of"]
 
 
 def parted(processors: Sequence[Any]) -> tuple[Sequence[Any], Warp]:
@@ -55,6 +55,16 @@ def warp_of(processors: Iterable[Any]) -> Warp | None:
             return None
         warp, next_one = replace(warp, **{name: own[name]}), place + 1
     return warp
+
+
+def may_mix_rows(processors: Iterable[Any]) -> bool:
+    """Whether a processor may read one row's scores for another's: transformers' own mostly do not.
+
+    Processors for guidance do: their second half of rows is the unguided one.
+    """
+    kinds = [type(processor) for processor in processors]
+    own = "transformers.generation.logits_process"
+    return any(kind.__module__ != own or "Guidance" in kind.__name__ for kind in kinds)
 
 
 def penalty_of(processors: Sequence[Any]) -> float | None:

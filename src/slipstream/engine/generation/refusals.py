@@ -19,10 +19,12 @@ from slipstream.engine.generation.export import why_not_exported
 from slipstream.engine.generation.request import Request, cache_matters
 from slipstream.engine.generation.resumed import prepares_by_default
 from slipstream.engine.generation.runner import Runner
+from slipstream.model.fused.inject import widens
 from slipstream.model.fused.layer_changes import has_global_hooks, is_hooked, modules_of
 from slipstream.model.fused.state import injected_state, is_injected, is_untouched
 from slipstream.model.fused.watch import attends_otherwise
 from slipstream.model.values import wants_operations
+from slipstream.model.weights.packed import weight_of
 
 __all__ = [
     "MODES",
@@ -200,6 +202,8 @@ def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, An
     mode = request.config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the generation mode is {mode}"
+    if mode in BEAMS and kwargs.get("streamer") is not None:
+        return "a streamer is given, and beam search cannot stream"  # transformers raises this error, too
     # `no_speech_threshold` adds a processor that keeps all arguments of the call and repeats it.
     for name in (
         "assistant_model",
@@ -238,6 +242,8 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
         return f"{changed or 'the model'} was replaced, or its forward was"
     if runner.frame.embed._parameters.get("weight") is None:
         return "the weight of the token embedding is computed"
+    if widens(runner.blocks[0], weight_of(runner.frame.embed).computes_in):
+        return "the token embedding has a narrower dtype than the layers, whose weights widen it"
     if getattr(runner.frame.embed, "max_norm", None) is not None:
         return "the token embedding has max_norm, which rescales its rows"
     if not runner.frame.keeps_numbers:

@@ -186,12 +186,16 @@ def longest(criteria: Iterable[Any]) -> int | None:
     return min((int(one.max_length) for one in criteria if type(one) is MaxLengthCriteria), default=None)
 
 
+_DEFAULT_LENGTH = 20
+"""transformers' default, which it fills in later where a model (Whisper) prepares its config itself."""
+
+
 def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, encoded: bool) -> int:
     """Return the number of new tokens, as transformers' `_prepare_generated_length` determines it."""
     if config.max_new_tokens is not None:
         return int(ceil(config.max_new_tokens))  # a fractional limit ends generation once it is exceeded
     start = 1 if encoded else length
-    most = int(ceil(config.max_length))
+    most = _DEFAULT_LENGTH if config.max_length is None else int(ceil(config.max_length))
     if is_default:
         positions = getattr(model.config, "max_position_embeddings", None)
         most = most + start if positions is None else min(most + start, int(positions))

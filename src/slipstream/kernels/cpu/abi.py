@@ -82,7 +82,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 30
+ABI = 31
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -158,8 +158,19 @@ def native_draw(scores: Tensor, noise: Tensor | None, numbers: Tensor, *, librar
 
     Raises:
         RequestError: Scores are NaN or infinite, or none may be drawn.
+        ValueError: A tensor has another shape or dtype, or is not contiguous.
     """
     rows, vocabulary = scores.shape
+    wanted = {"scores": (scores, scores.shape), "noise": (noise, scores.shape), "numbers": (numbers, (4,))}
+    for name, (tensor, shape) in wanted.items():
+        if tensor is None:
+            continue
+        fits = tensor.dtype in DTYPES and (name == "scores" or tensor.dtype == torch.float32)
+        if not fits or tensor.shape != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, where "
+                f"{tuple(shape)} is needed"
+            )
     out = torch.empty(rows, dtype=torch.int64, device="cpu")
     if not rows:
         return out

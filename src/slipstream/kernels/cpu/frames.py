@@ -87,12 +87,14 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
     """Describe a frame that `refuse_frame` accepts.
 
     Returns:
-        The struct, whose tensors must be kept alive, and the other objects that it points to.
+        The struct, and the objects that it points to, which must be kept alive with it.
     """
-    memory: list[Any] = []
-    matrices = frame.matrices()
+    # A parametrized weight is another tensor each time that it is read.
+    matrices, norms, row = frame.matrices(), frame.norms(), frame.type_row
+    memory: list[Any] = [matrices, norms, row]
     described = {name: kept_matrix(weight, memory) for name, weight in matrices.items() if "." not in name}
     head, bias, table, spec = described["head"], frame.logit_bias, frame.pos_table, frame.spec
+    memory += [bias, table]
     if bias is not None:
         head.bias, head.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
     struct = abi_model.Frame(
@@ -100,15 +102,15 @@ def struct_of_frame(frame: FrameLike) -> tuple[abi_model.Frame, list[Any]]:
         pos_rows=0 if table is None else table.shape[0],
         pos_offset=spec.pos_offset,
         pos_padding=-1 if spec.pos_padding is None else spec.pos_padding,
-        type_row=address(frame.type_row),
-        type_dtype=0 if frame.type_row is None else DTYPES[frame.type_row.dtype],
+        type_row=address(row),
+        type_dtype=0 if row is None else DTYPES[row.dtype],
         pos_after_norm=int(spec.pos_after_norm),
         embed_scale=frame.embed_factor,
         out_activation=-1 if spec.out_activation is None else KINDS[spec.out_activation],
         logit_scale=spec.logit_scale,
         softcap=spec.logit_softcap or 0.0,
         pos_dtype=0 if table is None else DTYPES[table.dtype],
-        **{name: norm_of(vector, spec.norm) for name, vector in frame.norms().items()},
+        **{name: norm_of(vector, spec.norm) for name, vector in norms.items()},
         **described,
     )
     if spec.placeholders:

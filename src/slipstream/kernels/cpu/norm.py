@@ -62,8 +62,20 @@ def native_norm(
 
     Returns:
         `(..., C)` in the dtype of `x`.
+
+    Raises:
+        ValueError: A tensor has another shape or dtype, or is not contiguous.
     """
-    out, width = torch.empty_like(x), x.shape[-1]
+    width = x.shape[-1]
+    given = {"x": x, "weight": weight, "bias": bias}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}")
+        if width == 0 or (name != "x" and tensor.shape != (width,)):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, where x has {tuple(x.shape)}")
+    out = torch.empty_like(x)
     count = 0 if weight is None and bias is None else width
     types = (0 if t is None else DTYPES[t.dtype] for t in (weight, bias))
     norm = Norm(address(weight), address(bias), count, spec.eps, spec.offset, _KINDS[spec.kind], *types)

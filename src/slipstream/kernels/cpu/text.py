@@ -35,6 +35,9 @@ def refuse_text(frame: TextFrame) -> str | None:
         tensor = getattr(frame, name)
         if tensor is not None and not _is_read(tensor):
             return f"{name}: a tensor in {tensor.dtype} with strides {tensor.stride()} is not supported"
+    tables = {t.dtype for t in (frame.words, frame.types, frame.places) if t is not None}
+    if len(tables) > 1:
+        return f"tables in {' and '.join(sorted(map(str, tables)))} are not supported"
     for name in ("project_in", "pooler"):
         weight = getattr(frame, name)
         if weight is None:

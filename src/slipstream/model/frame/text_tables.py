@@ -24,7 +24,7 @@ class TextParts:
         self._parts, self._encoder = parts, encoder
         self._run: TextRun | None = None
         self._known: list[Any] = []
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, ...]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TextParts:
         """Build one from copies of the parts; recorded addresses are not copied."""
@@ -68,5 +68,5 @@ class TextParts:
 _DENSE = ("project_in", "pooler")
 
 
-def _addresses(held: Sequence[Any]) -> list[int]:
-    return [one.data_ptr() for one in held if isinstance(one, Tensor)]
+def _addresses(held: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [(one.data_ptr(), *one.stride()) for one in held if isinstance(one, Tensor)]

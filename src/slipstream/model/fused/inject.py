@@ -37,6 +37,7 @@ from slipstream.model.fused.state import STATE, Injected, injected_state, is_unt
 from slipstream.model.fused.watch import wants_original
 from slipstream.model.subclass import deep_twin, namesake
 from slipstream.model.values import tensors_in, wants_operations
+from slipstream.spec import Role
 
 __all__ = ["inject_layer", "own_feed"]
 
@@ -80,7 +81,8 @@ def _injected_class(original: type[nn.Module], ignorable: frozenset[str]) -> typ
                 if deferred is not None:
                     return state.returns(deferred)
             call = signature.read(args, kwargs, state.block.whole)
-        if call is None or (call.has_bool_mask and not state.bool_masks):
+        masked = call is not None and call.has_bool_mask and not state.bool_masks
+        if call is None or masked or widens(state.block, call.hidden.dtype):
             return original_forward(self, *args, **kwargs)
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
         if table is None and state.block.spec.rope is not None and call.rope is None:
@@ -122,6 +124,14 @@ def _injected_class(original: type[nn.Module], ignorable: frozenset[str]) -> typ
 
     methods = {method.__name__: method for method in (forward, _apply, __deepcopy__)}
     return namesake(original, {**methods, "__reduce_ex__": _refuse_pickle})
+
+
+def widens(block: Any, entering: torch.dtype) -> bool:
+    """Whether a layer's weights widen its input, as where the model's embedding was cast by itself."""
+    weight = block.weights.matrices.get(Role.QKV)
+    if weight is None or (dtype := weight.computes_in) == entering:
+        return False
+    return bool(torch.promote_types(entering, dtype) == dtype)
 
 
 def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:

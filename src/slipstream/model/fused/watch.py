@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "asks_for_internals",
     "asks_for_states",
     "attends_otherwise",
+    "keep_padding",
     "named",
     "reads_padding",
     "wants_original",
@@ -70,12 +71,13 @@ class _Watched:
     Attributes:
         attention: Name of the attention function of its layers.
         settings: Values of `_SETTINGS` in its config.
-        in_encoder_decoder: It is part of an encoder-decoder model, whose decoder attends to its states.
+        is_read_whole: Its states at padded positions are read, too: it is part of an encoder-decoder model,
+            of a pipeline, or under a head that averages all of them.
     """
 
     attention: Any
     settings: tuple[Any, ...]
-    in_encoder_decoder: bool
+    is_read_whole: bool
 
 
 def attends_otherwise(module: nn.Module) -> bool:
@@ -141,12 +143,18 @@ def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 
 def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether the output at padded positions is used: by a loss, as audio frames, or by a decoder."""
+    """Whether the output at padded positions is used: by a loss, as frames or patches, or another model."""
     known: _Watched | None = module.__dict__.get(_STATE)
-    if known is not None and known.in_encoder_decoder:
+    if known is not None and known.is_read_whole:
         return True
     targets = (value for name, value in given.items() if name in _TARGETS or name.endswith("labels"))
-    return any(v is not None for v in targets) or getattr(module, "main_input_name", "") != "input_ids"
+    return any(v is not None for v in targets) or not _reads_tokens(module)
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    # The name alone is any model's default, also that of towers that see.
+    named_so = getattr(module, "main_input_name", "") == "input_ids"
+    return named_so and "input_ids" in _parameters(type(module).forward)
 
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,18 +207,37 @@ def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
     enter = functools.partial(_enter, encoder)
     modules = [] if model is None else list(model.modules())
     # An encoder's config may not show that a decoder follows, and `generate` calls the encoder by itself.
-    paired = {id(part) for module in modules if _has_both(module) for part in module.modules()}
+    wholes = (module for module in modules if _has_both(module) or _reads_every_position(module))
+    paired = {id(part) for module in wholes for part in module.modules()}
     for module in modules:
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            module.__dict__[_STATE] = _watched(module, in_encoder_decoder=id(module) in paired)
+            module.__dict__[_STATE] = _watched(module, is_read_whole=id(module) in paired)
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
 
-def _watched(module: nn.Module, *, in_encoder_decoder: bool) -> _Watched:
+def keep_padding(model: nn.Module) -> None:
+    """Compute the states at padded positions as the original does: another model reads them."""
+    for module in model.modules():
+        if (known := module.__dict__.get(_STATE)) is not None:
+            module.__dict__[_STATE] = replace(known, is_read_whole=True)
+
+
+def _watched(module: nn.Module, *, is_read_whole: bool) -> _Watched:
     values = _values(module)
     settings = copy.deepcopy(tuple(map(values.get, _SETTINGS)))  # lists are changed in place
-    return _Watched(values.get(_ATTENTION), settings, in_encoder_decoder)
+    return _Watched(values.get(_ATTENTION), settings, is_read_whole)
+
+
+def _reads_every_position(module: nn.Module) -> bool:
+    """Whether a head averages its model's states without the mask, or takes those beside the text."""
+    if not hasattr(module, "config"):
+        return False
+    summaries = (getattr(part, "summary_type", "first") for part in module.modules())
+    return type(module).__name__ in _BESIDE_TEXT or any(kind != "first" for kind in summaries)
+
+
+_BESIDE_TEXT = ("VisualBertForQuestionAnswering", "VisualBertForRegionToPhraseAlignment")
 
 
 def _has_both(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from slipstream.errors import WeightError
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 
-__all__ = ["computed_parameters", "hollow", "lost_buffers"]
+__all__ = ["computed_parameters", "exact_buffers", "hollow", "lost_buffers"]
 
 _default_dtype = threading.Lock()
 
@@ -74,6 +74,28 @@ def hollow(dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
 
 
+def exact_buffers(model: nn.Module, config: Any) -> None:
+    """Give a model that was built in a 16-bit dtype the buffers that it computes in float32.
+
+    The default dtype while a model is made rounds what it computes its tables from: a table of angles in
+    float32 was wrong by 0.05. transformers computes them in float32.
+
+    Args:
+        model: Built by `hollow`.
+        config: What it was built from.
+    """
+    rounded = [name for name, b in model.named_buffers() if b.is_floating_point() and not b.is_meta]
+    # transformers computes inverse frequencies in float32 by themselves.
+    if all(name.endswith("inv_freq") for name in rounded):
+        return
+    with hollow(torch.float32), torch.no_grad():
+        build: Any = type(model)
+        twin = build(copy.deepcopy(config))
+    for name in rounded:
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._buffers[leaf] = twin.get_buffer(name)
+
+
 def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Tensor]:
     """Compute the values of buffers that are on the meta device and not in the checkpoint.
 
@@ -117,12 +139,12 @@ def computed_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def computed(model: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the value that a model's initialization computes for a parameter; None where it is random."""
+    """Return the float32 value that a model's initialization computes for a parameter; None if random."""
     path, _, leaf = name.rpartition(".")
     make: Any = getattr(model, "_init_weights", None)
     made = []
     for seed in range(2):
-        twin = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        twin = copy.deepcopy(model.get_submodule(path)).float().to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             twin.get_parameter(leaf).fill_(float(seed))

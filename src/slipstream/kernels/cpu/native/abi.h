@@ -14,7 +14,7 @@
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 30;
+constexpr int32_t kAbi = 31;
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
 // an index.
@@ -202,6 +202,8 @@ SLIPSTREAM_API int32_t slipstream_isa(const char* name);
 SLIPSTREAM_API const char* slipstream_error(int32_t status);
 // Announce a call: parked worker threads wake up and wait for it for a moment.
 SLIPSTREAM_API void slipstream_rouse();
+// For tests: run all calls as if other processes crowded the processors, see pool.h; -1 ends it.
+SLIPSTREAM_API void slipstream_crowd(int32_t barrier);
 // Run a call on the instruction set with index `isa` (from `slipstream_isa`) and at most `threads` threads
 // (at least one, at most as many as the process may use processors); return a `Status` once the call is
 // complete. The arguments are checked before anything is read through them. Scratch memory is internal.

@@ -186,6 +186,10 @@ const char* slipstream_error(int32_t status) {
     return status >= 0 && status <= kUnsupported ? kSentences[status] : "the status is unknown";
 }
 
+void slipstream_crowd(int32_t barrier) {
+    crowd(barrier);
+}
+
 void slipstream_rouse() {
     rouse();
 }

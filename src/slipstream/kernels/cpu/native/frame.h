@@ -271,8 +271,10 @@ private:
             return screened(x, team, rank, step);
         const bool looks = call_.best && !draws_;
         Best* best = best_ + rank * call_.rows;
-        for (int64_t r = 0; r < call_.rows; ++r)
-            best[r] = {0.0f, -1};
+        each_own(team, rank, [&](int one) {
+            for (int64_t r = 0; r < call_.rows; ++r)
+                best_[one * call_.rows + r] = {0.0f, -1};
+        });
         each_in_runs(team, rank, m.outputs, grain(m, m.outputs, team.size()),
                      [&](int64_t begin, int64_t end) {
                          float* to = logits_ ? logits_ + begin : own_ + own_floats_ * rank;
@@ -311,8 +313,8 @@ private:
     // out.
     void screened(const Operand& x, Team& team, int rank, int64_t step) {
         const Matrix& m = frame_.head;
+        each_own(team, rank, [&](int one) { best_[one] = {0.0f, -1}; });
         Best& best = best_[rank];
-        best = {0.0f, -1};
         screening_->run(x, team, rank, best, [&](int64_t begin, int64_t end) {
             float* to = own_ + own_floats_ * rank;
             multiply(x, m, begin, end, to, end - begin);

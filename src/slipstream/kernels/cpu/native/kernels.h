@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "pool.h"
+#include "ties.h"
 
 namespace slipstream {
 

@@ -1,13 +1,13 @@
 #include "pool.h"
 
-#include <chrono>
+#include "members.h"
+
 #include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <thread>
 
 #ifdef __linux__
-#include <pthread.h>
 #include <sched.h>
 #endif
 
@@ -19,6 +19,9 @@ constexpr int kIdleSpins = 500;
 // Within a job the other threads are working; after this many spins, yield the processor to the thread that
 // keeps them from it.
 constexpr int kMeetSpins = 4000;
+// In such a wait, how often to look whether the other threads run, and after how long to go on without those
+// that have not begun yet.
+constexpr Nanoseconds kLookEach = 200000, kLate = 500000;
 // How long to wait for an announced job: several times what the interpreter needs between announcement and
 // job.
 constexpr std::chrono::microseconds kExpected(300);
@@ -41,6 +44,12 @@ int allowed_processors() {
     return count ? static_cast<int>(count) : 1;
 }
 
+// Ends the work of a thread on a job in which it takes no part any more.
+struct Left {};
+
+// The seat of a worker in its own thread.
+thread_local Seat* own_seat = nullptr;
+
 struct Job {
     Body body = nullptr;
     void* context = nullptr;
@@ -55,26 +64,25 @@ public:
         if (busy_.exchange(true, std::memory_order_acquire))
             return 0;
         grow(threads - 1);
-        return workers_ < threads - 1 ? workers_ + 1 : threads;
+        return members_.workers() < threads - 1 ? members_.workers() + 1 : threads;
     }
 
     void let_go() { busy_.store(false, std::memory_order_release); }
 
     // Called only by the holder of the workers.
     void run(Body body, void* context, int threads) {
-        const int helpers = threads - 1;
-        Team team(threads);
-        {
+        const int helpers = members_.present(threads) - 1;
+        Team team(threads, &members_, threads - 1 - helpers);
+        if (helpers) {
             std::lock_guard<std::mutex> lock(mutex_);
             job_ = {body, context, &team};
-            wanted_ = helpers;
-            running_.store(helpers, std::memory_order_relaxed);
+            members_.begin(ticket_.load(std::memory_order_relaxed) + 1, helpers);
             ticket_.fetch_add(1, std::memory_order_release);
         }
         if (helpers)
             wake_.notify_all();
         body(context, team, 0);
-        for (int i = 0; running_.load(std::memory_order_acquire) != 0; ++i) {
+        for (int i = 0; !members_.is_over(helpers); ++i) {
             if (i < kMeetSpins)
                 pause();
             else
@@ -88,25 +96,29 @@ public:
         wake_.notify_all();
     }
 
+    void crowd(int barrier) { members_.crowd(barrier); }
+
 private:
     // Workers are never joined: they are parked when the process exits, and the pool outlives every static
     // object.
     void grow(int count) {
-        while (workers_ < count) {
+        while (members_.workers() < count) {
+            Seat& seat = members_.add();
             try {
-                std::thread(&Pool::work, this, workers_ + 1, ticket_.load()).detach();
+                std::thread(&Pool::work, this, &seat, members_.workers(), ticket_.load()).detach();
             } catch (const std::exception&) {
+                members_.drop();
                 return; // the system gives no more threads; the job runs on fewer
             }
-            ++workers_;
         }
     }
 
-    void work(int rank, unsigned seen) {
+    void work(Seat* seat, int rank, unsigned seen) {
+        own_seat = seat;
+        seat->clock.start();
         for (unsigned heard = announced_.load();;) {
             spin(seen, kIdleSpins);
             Job job;
-            int wanted;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
                 wake_.wait(lock, [&] {
@@ -121,12 +133,14 @@ private:
                 }
                 seen = ticket_.load(std::memory_order_relaxed);
                 job = job_;
-                wanted = wanted_;
             }
-            if (rank > wanted)
+            if (!seat->join(seen))
                 continue;
-            job.body(job.context, *job.team, rank);
-            running_.fetch_sub(1, std::memory_order_release);
+            try {
+                job.body(job.context, *job.team, rank);
+            } catch (const Left&) {
+            }
+            seat->mark.store(uint64_t{seen} << 3 | kDone, std::memory_order_release);
         }
     }
 
@@ -149,9 +163,8 @@ private:
     std::mutex mutex_;
     std::condition_variable wake_;
     Job job_;
-    int wanted_ = 0, workers_ = 0;
+    Members members_;
     std::atomic<unsigned> ticket_{0}, announced_{0};
-    std::atomic<int> running_{0};
     // Not a mutex: a thread must not try to lock a mutex that it already holds, and a job may call code that
     // requests another job.
     std::atomic<bool> busy_{false};
@@ -179,8 +192,15 @@ Pool& instance() {
 
 } // namespace
 
+Team::Team(int size, Members* members, int absent)
+    : size_(size), members_(members), arrived_(absent), absent_(absent), absent_first_(absent) {}
+
 int Team::size() const {
     return size_;
+}
+
+bool Team::has(int rank) const {
+    return members_ ? members_->has(rank) : rank == 0;
 }
 
 int64_t Team::take(int64_t grain) {
@@ -212,23 +232,60 @@ bool Team::take_run(int rank, int64_t count, int64_t grain, int64_t* begin, int6
 
 void Team::meet() {
     const unsigned phase = phase_.load(std::memory_order_relaxed);
-    if (size_ == 1) {
-        next_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_relaxed);
-        return;
+    if (size_ == 1)
+        return close(phase);
+    if (!arrive(phase))
+        wait(phase);
+    if (absent_.load(std::memory_order_relaxed) != absent_first_ && own_seat && own_seat->state() == kLeaving)
+        throw Left();
+}
+
+// Returns whether this was the last to arrive, and the next phase has begun.
+bool Team::arrive(unsigned phase) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 != size_)
+        return false;
+    close(phase);
+    return true;
+}
+
+// Only the last to arrive is here: the others wait.
+void Team::close(unsigned phase) {
+    if (members_ && members_->wants_fewer(phase + 1) && members_->send_away(size_))
+        absent_.fetch_add(1, std::memory_order_relaxed);
+    arrived_.store(absent_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1, std::memory_order_release);
+}
+
+void Team::wait(unsigned phase) {
+    const auto waits = [&] { return phase_.load(std::memory_order_acquire) == phase; };
+    for (int i = 0; i < kMeetSpins; ++i) {
+        if (!waits())
+            return;
+        pause();
     }
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        return;
-    }
-    for (int i = 0; phase_.load(std::memory_order_acquire) == phase; ++i) {
-        if (i < kMeetSpins)
-            pause();
-        else
+    if (!members_->watch()) {
+        while (waits())
             std::this_thread::yield();
+        return;
     }
+    Members::Look before = members_->look(size_);
+    const Nanoseconds begun = before.time;
+    while (waits()) {
+        std::this_thread::yield();
+        if (const Nanoseconds time = now(); time - before.time < kLookEach)
+            continue;
+        const Members::Look after = members_->look(size_);
+        members_->note(before, after);
+        if (after.time - begun > kLate)
+            for (int i = members_->count_out(size_); i > 0; --i) {
+                absent_.fetch_add(1, std::memory_order_relaxed);
+                arrive(phase);
+            }
+        before = members_->look(size_);
+    }
+    members_->note(before, members_->look(size_));
+    members_->unwatch();
 }
 
 int team_size(int wish) {
@@ -238,6 +295,10 @@ int team_size(int wish) {
 
 void rouse() {
     instance().rouse();
+}
+
+void crowd(int barrier) {
+    instance().crowd(barrier);
 }
 
 Crew::Crew(int threads) {

@@ -6,14 +6,24 @@
 
 namespace slipstream {
 
-// The threads of one running job. All members are defined in pool.cpp, which is compiled for any processor:
-// if one were inlined into a translation unit of one instruction set, the linker could share that copy with
-// the others.
+class Members;
+
+// The threads of one running job. Not all of them need be there: where other processes keep a thread from its
+// processor, the job goes on without it. That is possible at a barrier, because all work is claimed, except
+// for what rank 0 does, which is the calling thread; and it changes no result, because work is divided by
+// `size`, which does not change. All members are defined in pool.cpp, which is compiled for any processor: if
+// one were inlined into a translation unit of one instruction set, the linker could share that copy with the
+// others.
 class Team {
 public:
-    explicit Team(int size) : size_(size) {}
+    // `absent` of the threads do not take part. Without `members` nobody is waited for: a team of one.
+    explicit Team(int size, Members* members = nullptr, int absent = 0);
 
     int size() const;
+
+    // Whether the thread takes part in the current phase. What a thread keeps by its rank for others to read
+    // must be initialized by rank 0 for those that do not. Not to be called before the first barrier.
+    bool has(int rank) const;
 
     // Claims the next `grain` unclaimed items and returns the first; the caller stops when the result reaches
     // the item count.
@@ -24,7 +34,8 @@ public:
     // items are claimed.
     bool take_run(int rank, int64_t count, int64_t grain, int64_t* begin, int64_t* end);
 
-    // Barrier: waits for all threads of the team, then resets the claims for the next phase.
+    // Barrier: waits for all threads of the team that take part, then resets the claims for the next phase.
+    // Does not return to a thread that takes no part in the next one (it throws what the pool catches).
     void meet();
 
 private:
@@ -35,10 +46,18 @@ private:
     };
     static constexpr int kMostRuns = 16; // with more threads, several share a run
 
+    bool arrive(unsigned phase);
+    void close(unsigned phase);
+    void wait(unsigned phase);
+
     const int size_;
+    Members* const members_;
     Taken runs_[kMostRuns];
     alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int> arrived_{0};
+    // How many have arrived at the barrier, and how many never will.
+    alignas(64) std::atomic<int> arrived_;
+    std::atomic<int> absent_;
+    const int absent_first_;
     alignas(64) std::atomic<unsigned> phase_{0};
 };
 
@@ -47,6 +66,10 @@ using Body = void (*)(void* context, Team& team, int rank);
 // The number of threads that `run` uses at most when `wish` are requested: limited to the processors that
 // this process may use.
 int team_size(int wish);
+
+// For tests: as if other processes crowded the processors, in all jobs from now on. No worker begins (0), or
+// one leaves at that barrier of each job (1, 2, ...); -1 ends it.
+void crowd(int barrier);
 
 // Announces a job: parked workers wake up, which takes tens of microseconds, and spin for a moment until it
 // arrives.

@@ -59,6 +59,14 @@ inline void sigmoid_row(float* x, int64_t n) {
     }
 }
 
+// Whether the last of k scores, of which no other is better, has an equal beside the k.
+inline bool is_tied(const float* scores, int64_t n, float last, int64_t k) {
+    int64_t as_good = 0;
+    for (int64_t j = 0; j < n; ++j)
+        as_good += scores[j] >= last;
+    return as_good > k;
+}
+
 // Sets the scores of all experts outside of the best groups to kNothing; `of_group` has room for a score of
 // each group. Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2, at inference.
 inline void keep_best_groups(const Moe& moe, float* scores, float* of_group) {
@@ -75,6 +83,15 @@ inline void keep_best_groups(const Moe& moe, float* scores, float* of_group) {
         }
         of_group[g] = moe.sums_two ? first + second : first;
     }
+    float last = of_group[0]; // the score of the worst group that is kept
+    for (int64_t g = 0; g < moe.groups; ++g) {
+        int64_t better = 0;
+        for (int64_t i = 0; i < moe.groups; ++i)
+            better += of_group[i] > of_group[g] || (of_group[i] == of_group[g] && i < g);
+        last = better == moe.top_groups - 1 ? of_group[g] : last;
+    }
+    if (is_tied(of_group, moe.groups, last, moe.top_groups))
+        keep_top(of_group, moe.groups, moe.top_groups, kNothing);
     for (int64_t g = 0; g < moe.groups; ++g) {
         int64_t better = 0;
         for (int64_t i = 0; i < moe.groups; ++i)
@@ -106,10 +123,17 @@ inline void route(const Moe& moe, float* logits, float* spare, float* weights, i
         if (grouped)
             keep_best_groups(moe, ranking, spare + n);
     }
-    for (int64_t i = 0; i < moe.top_k; ++i) {
-        chosen[i] = static_cast<int32_t>(best_of(ranking, n, chosen, i));
-        weights[i] = logits[chosen[i]];
+    const auto choose = [&] {
+        for (int64_t i = 0; i < moe.top_k; ++i)
+            chosen[i] = static_cast<int32_t>(best_of(ranking, n, chosen, i));
+    };
+    choose();
+    if (is_tied(ranking, n, ranking[chosen[moe.top_k - 1]], moe.top_k)) {
+        keep_top(ranking, n, moe.top_k, kNothing);
+        choose();
     }
+    for (int64_t i = 0; i < moe.top_k; ++i)
+        weights[i] = logits[chosen[i]];
     if (moe.scoring == kTopkSoftmax) {
         softmax_row(weights, moe.top_k);
         return;

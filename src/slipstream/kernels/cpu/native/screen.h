@@ -38,7 +38,10 @@ public:
         for (int64_t begin, end;
              team.take_run(rank, outputs_, grain(sketch, outputs_, team.size()), &begin, &end);)
             bound(seen, begin, end, top);
-        looked_[rank] = 0;
+        each_own(team, rank, [&](int one) {
+            looked_[one] = 0;
+            known_[one] = {0.0f, -1};
+        });
         // A lower bound of the best score: the exact score of the token that seems to be the best.
         if (top.index >= 0)
             look(top.index / kTogether, top.index / kTogether + 1, rank, compute);

@@ -133,6 +133,15 @@ inline void each_in_runs(Team& team, int rank, int64_t count, int64_t grain, F f
     team.meet();
 }
 
+// Call f(rank) for what this thread keeps by its rank, and on rank 0 for what the absent threads would keep.
+template <class F>
+inline void each_own(const Team& team, int rank, F f) {
+    f(rank);
+    for (int other = 1; rank == 0 && other < team.size(); ++other)
+        if (!team.has(other))
+            f(other);
+}
+
 // Divides scratch memory into parts aligned to 64 bytes. With a null base it only computes the size.
 class Scratch {
 public:
