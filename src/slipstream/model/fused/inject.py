@@ -81,8 +81,7 @@ def _injected_class(original: type[nn.Module], ignorable: frozenset[str]) -> typ
                 if deferred is not None:
                     return state.returns(deferred)
             call = signature.read(args, kwargs, state.block.whole)
-        masked = call is not None and call.has_bool_mask and not state.bool_masks
-        if call is None or masked or widens(state.block, call.hidden.dtype):
+        if call is None or not _suits(state, call):
             return original_forward(self, *args, **kwargs)
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
         if table is None and state.block.spec.rope is not None and call.rope is None:
@@ -124,6 +123,11 @@ def _injected_class(original: type[nn.Module], ignorable: frozenset[str]) -> typ
 
     methods = {method.__name__: method for method in (forward, _apply, __deepcopy__)}
     return namesake(original, {**methods, "__reduce_ex__": _refuse_pickle})
+
+
+def _suits(state: Injected, call: LayerCall) -> bool:
+    """Whether a layer's block can take a call's mask and input."""
+    return (state.bool_masks or not call.has_bool_mask) and not widens(state.block, call.hidden.dtype)
 
 
 def widens(block: Any, entering: torch.dtype) -> bool:
