@@ -61,31 +61,39 @@ class Crowding {
 public:
     // The number of threads for the next job, of at most `wish`.
     int present(int wish) {
-        if (!limit_ || limit_ >= wish)
+        int limit = limit_.load(std::memory_order_relaxed);
+        if (!limit || limit >= wish)
             return wish;
         if (const Nanoseconds time = now(); time >= retry_at_) {
-            const int more = (wish - limit_) / 2;
-            limit_ += more ? more : 1;
+            const int more = (wish - limit) / 2;
+            limit += more ? more : 1;
+            limit_.store(limit, std::memory_order_relaxed);
             retried_at_ = time;
             retry_at_ = time + pause_;
             stalled_ = since_ = 0;
         }
-        return limit_ < wish ? limit_ : wish;
+        return limit < wish ? limit : wish;
     }
 
-    // Takes note of a wait that ends now. Returns whether to go on with one thread less.
-    bool note(int threads, Nanoseconds time, Nanoseconds waited, bool stalled) {
-        if (time - since_ > kWindow) {
+    // Whether the next job will have only one thread, unless more are to be tried again. Any thread may ask.
+    bool is_alone() const { return limit_.load(std::memory_order_relaxed) == 1; }
+
+    // Takes note of a wait that ends now, in a job that has run for `elapsed`. Returns whether to go on with
+    // one thread less. A thread that leaves is lost to the rest of the job, of which nothing is known but
+    // that long ones tend to go on for long: the longer it has run, the longer the stalls must be.
+    bool note(int threads, Nanoseconds time, Nanoseconds elapsed, Nanoseconds waited, bool stalled) {
+        const Nanoseconds shortest = elapsed / 8 > kShortest ? elapsed / 8 : kShortest;
+        if (time - since_ > 3 * shortest) {
             since_ = time - waited;
             stalled_ = 0;
         }
         stalled_ += stalled ? waited : 0;
-        const Nanoseconds all = time - since_ > kShortest ? time - since_ : kShortest;
+        const Nanoseconds all = time - since_ > shortest ? time - since_ : shortest;
         if (threads < 2 || stalled_ * threads < all)
             return false;
         pause_ = time - retried_at_ < 4 * pause_ ? 2 * pause_ : kPause;
         pause_ = pause_ < kLongestPause ? pause_ : kLongestPause;
-        limit_ = threads - 1;
+        limit_.store(threads - 1, std::memory_order_relaxed);
         retry_at_ = time + pause_;
         stalled_ = since_ = 0;
         return true;
@@ -93,10 +101,10 @@ public:
 
 private:
     // A process that runs for a time slice of 3 ms now and then is not worth a thread.
-    static constexpr Nanoseconds kWindow = 30000000, kShortest = 12000000;
+    static constexpr Nanoseconds kShortest = 12000000;
     static constexpr Nanoseconds kPause = 10000000, kLongestPause = 1000000000;
 
-    int limit_ = 0; // 0: none
+    std::atomic<int> limit_{0}; // 0: none
     Nanoseconds since_ = 0, stalled_ = 0, pause_ = kPause, retry_at_ = 0, retried_at_ = -kLongestPause;
 };
 
@@ -143,9 +151,19 @@ public:
 
     void begin(unsigned job, int workers) {
         caller_.start();
+        begun_ = now();
         fewer_.store(false, std::memory_order_relaxed);
         for (int rank = 1; rank <= workers; ++rank)
             seats_[at(rank)]->mark.store(uint64_t{job} << 3 | kInvited, std::memory_order_release);
+    }
+
+    void end() { last_ = now() - begun_; }
+
+    // How long to wait for workers that have not begun: at most what the job would lose without them, which
+    // is about the time that the last one took.
+    Nanoseconds patience() const {
+        constexpr Nanoseconds kLeast = 500000, kMost = 20000000;
+        return last_ < kLeast ? kLeast : (last_ < kMost ? last_ : kMost);
     }
 
     // Whether nobody works on the job any more; workers that have not begun do not count.
@@ -188,6 +206,8 @@ public:
         return crowded_from_.load(std::memory_order_relaxed) == 0 ? 1 : crowding_.present(wish);
     }
 
+    bool is_alone() const { return crowding_.is_alone(); }
+
     void crowd(int barrier) { crowded_from_.store(barrier, std::memory_order_relaxed); }
 
     // One thread at a time watches for stalls.
@@ -220,7 +240,7 @@ public:
         if (!from.threads || from.threads != to.threads)
             return;
         const Nanoseconds waited = to.time - from.time, lacking = waited * to.threads - (to.used - from.used);
-        if (crowding_.note(to.threads, to.time, waited, lacking > waited / 2))
+        if (crowding_.note(to.threads, to.time, to.time - begun_, waited, lacking > waited / 2))
             fewer_.store(true, std::memory_order_relaxed);
     }
 
@@ -230,6 +250,7 @@ private:
     std::vector<std::unique_ptr<Seat>> seats_;
     ThreadClock caller_;
     Crowding crowding_;
+    Nanoseconds begun_ = 0, last_ = 0; // when the job began, and what the one before it took
     std::atomic<bool> fewer_{false}, watched_{false};
     std::atomic<int> crowded_from_{-1};
 };

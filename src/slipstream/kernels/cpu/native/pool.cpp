@@ -19,9 +19,8 @@ constexpr int kIdleSpins = 500;
 // Within a job the other threads are working; after this many spins, yield the processor to the thread that
 // keeps them from it.
 constexpr int kMeetSpins = 4000;
-// In such a wait, how often to look whether the other threads run, and after how long to go on without those
-// that have not begun yet.
-constexpr Nanoseconds kLookEach = 200000, kLate = 500000;
+// In such a wait, how often to look whether the other threads run.
+constexpr Nanoseconds kLookEach = 200000;
 // How long to wait for an announced job: several times what the interpreter needs between announcement and
 // job.
 constexpr std::chrono::microseconds kExpected(300);
@@ -88,10 +87,14 @@ public:
             else
                 std::this_thread::yield();
         }
+        if (helpers)
+            members_.end();
     }
 
     // A worker that misses this is woken by the job itself.
     void rouse() {
+        if (members_.is_alone())
+            return;
         announced_.fetch_add(1, std::memory_order_release);
         wake_.notify_all();
     }
@@ -277,7 +280,7 @@ void Team::wait(unsigned phase) {
             continue;
         const Members::Look after = members_->look(size_);
         members_->note(before, after);
-        if (after.time - begun > kLate)
+        if (after.time - begun > members_->patience())
             for (int i = members_->count_out(size_); i > 0; --i) {
                 absent_.fetch_add(1, std::memory_order_relaxed);
                 arrive(phase);
