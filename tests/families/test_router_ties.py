@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,4 +52,23 @@ def test_the_choice_among_equals_is_torchs(tiny: Tiny, family: Family, twice: bo
     options |= {"return_dict_in_generate": True, "output_logits": True}
     first = (model.generate(ids, **options).logits[0] for model in (original, engine))
     expected, got = first
+    assert float((expected - got).abs().max()) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Cohere2MoeConfig"), reason="an older transformers")
+def test_sigmoids_that_saturate_do_not_rank_the_experts_of_cohere2() -> None:
+    tiny = next(t for t in FAMILIES["cohere2_moe"].tiny if t.options.get("expert_selection_fn") != "softmax")
+    options = {**tiny.options, "expert_selection_fn": "sigmoid", "norm_topk_prob": True}
+    original: Any = peaked_model(replace(tiny, options=options))
+    with torch.no_grad():
+        for name, p in original.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                p[:, 0] = torch.linspace(5.5, 4, p.shape[0])
+        original.get_input_embeddings().weight[7].mul_(0.1)[0] = 20
+    engine = slipstream.init_inference(
+        copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
+    )
+    ids = torch.tensor([[5, 7, 9]])
+    with torch.no_grad():
+        expected, got = original(ids).logits, engine(ids).logits
     assert float((expected - got).abs().max()) <= 1e-4 * max(1.0, float(expected.abs().max()))

@@ -27,7 +27,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
     moe = MoE(
         config.num_experts,
         config.num_experts_per_tok,
-        scoring="topk_softmax" if by_softmax else "sigmoid",
+        scoring="topk_softmax" if by_softmax else "topk_sigmoid",
         normalize=not by_softmax and config.norm_topk_prob,
         shared=config.intermediate_size * config.num_shared_experts,
     )

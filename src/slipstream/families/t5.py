@@ -34,16 +34,18 @@ def t5_layer(config: Config, relative: Literal["shared", "own"], *, gated: bool)
 
 
 def _shared(config: Config, index: int) -> BlockSpec:
-    return t5_layer(config, "shared", gated=config.is_gated_act)
+    return t5_layer(config, "shared", gated=bool(config.is_gated_act))
 
 
 def _own(config: Config, index: int) -> BlockSpec:
-    return t5_layer(config, "own", gated=config.is_gated_act)
+    return t5_layer(config, "own", gated=bool(config.is_gated_act))
 
 
 def _long(config: Config, index: int) -> BlockSpec:
     # LongT5's encoder attends within blocks; its decoder is T5's.
-    return replace(t5_layer(config, "shared", gated=config.is_gated_act), own_attention=not config.is_decoder)
+    return replace(
+        t5_layer(config, "shared", gated=bool(config.is_gated_act)), own_attention=not config.is_decoder
+    )
 
 
 def _frame(config: Config) -> FrameSpec:

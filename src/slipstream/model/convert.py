@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from slipstream.weights.mapped import MappedFiles
 
-__all__ = ["applies", "convert", "dtype_named", "is_quantized", "kept_in_float32", "move"]
+__all__ = ["MADE_IN_FLOAT32", "applies", "convert", "dtype_named", "is_quantized", "kept_in_float32", "move"]
 
 _ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
+MADE_IN_FLOAT32 = frozenset({"inv_freq", "expert_bias"})
+"""Persistent buffers that models make in float32 explicitly, and transformers leaves so."""
 
 
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> tuple[re.Pattern[str], ...]:
@@ -38,9 +40,9 @@ def convert(
 ) -> None:
     """Cast floating parameters and persistent buffers in place, one tensor at a time.
 
-    Non-persistent tables of angles and frequencies keep their dtype, as they do when transformers loads a
-    model in half precision: rounded frequencies corrupt long prompts. A tensor that occurs in several places
-    is cast once.
+    Frequencies, tables of angles that are not persistent, and biases of routers keep their dtype, as they do
+    when transformers loads a model in half precision: rounded frequencies corrupt long prompts. A tensor that
+    occurs in several places is cast once.
 
     Args:
         module: The module to cast.
@@ -61,6 +63,8 @@ def convert(
                     mapped.drop(mapped.holding([stored]))
         for leaf, buffer in owner._buffers.items():
             if buffer is None or (leaf in tables and _ANGLES.search(leaf)):
+                continue
+            if leaf in MADE_IN_FLOAT32 and buffer.dtype == torch.float32:
                 continue
             if applies(f"{path}.{leaf}", buffer, dtype, patterns):
                 owner._buffers[leaf] = buffer.to(dtype)

@@ -128,10 +128,12 @@ class _Held:
             self._there = [one.parameter for one in state.links if one.address]
             self._addresses = [one.address for one in state.links if one.address]
             self._strides = [one.stride for one in state.links if one.address]
+            self._shapes = [one.shape for one in state.links if one.address]
         tables = map(_GET, map(_OWN, self._owners), self._places)
         return (
             state.original.forward is state.forward
             and all(map(operator.is_, map(_GET, tables, self._leaves), self._tensors))
             and list(map(Tensor.data_ptr, self._there)) == self._addresses
             and list(map(Tensor.stride, self._there)) == self._strides
+            and list(map(Tensor.size, self._there)) == self._shapes
         )

@@ -69,4 +69,4 @@ _DENSE = ("project_in", "pooler")
 
 
 def _addresses(held: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [(one.data_ptr(), *one.stride()) for one in held if isinstance(one, Tensor)]
+    return [(one.data_ptr(), *one.stride(), *one.size()) for one in held if isinstance(one, Tensor)]

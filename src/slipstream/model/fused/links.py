@@ -121,6 +121,7 @@ class Link:
         parameter: The view (for a buffer too), or the released parameter.
         address: Address of its values; 0 if it has none.
         stride: Stride of its values.
+        shape: Their shape.
     """
 
     name: str
@@ -129,14 +130,15 @@ class Link:
     parameter: Tensor
     address: int
     stride: tuple[int, ...]
+    shape: torch.Size
 
     def holds(self) -> bool:
-        """Whether the parameter is still the same object, with its values at the same address and stride."""
+        """Whether the parameter is still the same object, with its values where they were, in their shape."""
         return all_hold((self,))
 
 
 def all_hold(links: Sequence[Link]) -> bool:
-    """Whether all parameters are still the same objects, with values at the same addresses and strides."""
+    """Whether all parameters are still the same objects, with values where they were, in their shapes."""
     # One loop without function calls, as this runs for every layer of every forward.
     for one in links:
         held = one.owner.__dict__
@@ -146,7 +148,9 @@ def all_hold(links: Sequence[Link]) -> bool:
         # A released parameter has no address, and reading it takes ten times as long as for others.
         if now is not one.parameter:
             return False
-        if one.address and (now.data_ptr() != one.address or now.stride() != one.stride):
+        if not one.address:
+            continue
+        if now.data_ptr() != one.address or now.stride() != one.stride or now.size() != one.shape:
             return False
     return True
 
@@ -187,14 +191,14 @@ def relink(
 def _put(name: str, owner: nn.Module, leaf: str, view: Tensor | None) -> Link:
     if leaf in owner._buffers and view is not None:
         owner._buffers[leaf] = buffer = view.view(owner.get_buffer(leaf).shape)
-        return Link(name, owner, leaf, buffer, buffer.data_ptr(), buffer.stride())
+        return Link(name, owner, leaf, buffer, buffer.data_ptr(), buffer.stride(), buffer.size())
     shape = owner.get_parameter(leaf).shape
     if view is None:
         parameter: nn.Parameter = _Released(owner.get_parameter(leaf))
     else:
         parameter = nn.Parameter(view.view(shape), requires_grad=False)
     owner._parameters[leaf] = parameter
-    return Link(name, owner, leaf, parameter, parameter.data_ptr(), parameter.stride())
+    return Link(name, owner, leaf, parameter, parameter.data_ptr(), parameter.stride(), parameter.size())
 
 
 def restored(

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tqdm import tqdm
 
 from slipstream.formats import Format
-from slipstream.model.convert import applies
+from slipstream.model.convert import MADE_IN_FLOAT32, applies
 from slipstream.model.layers import Found
 from slipstream.model.weights.layer_source import LayerSource
 from slipstream.model.weights.meta_model import computed, lost_buffers
@@ -98,6 +98,9 @@ class Filling:
                 value = lost.get(name)
                 if name in self.source and leaf not in module._non_persistent_buffers_set:
                     value = self.source.read(name).clone()
+                    made = module._buffers[leaf]
+                    if leaf in MADE_IN_FLOAT32 and made is not None:
+                        value = value.to(made.dtype)
                 if value is not None:
                     self._before.append((module._buffers, leaf, module._buffers[leaf]))
                     module._buffers[leaf] = value

@@ -13,8 +13,10 @@
 #include <vector>
 
 #ifdef __linux__
-#include <pthread.h>
-#include <time.h>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <unistd.h>
 #endif
 
 namespace slipstream {
@@ -27,34 +29,54 @@ inline Nanoseconds now() {
         .count();
 }
 
-// The processor time of one thread, which any thread may read.
-class ThreadClock {
+// How long a thread has waited for a processor since it began, which any thread may read. A thread that waits
+// for something else (a disk, Python's lock) does not count: others that leave would not help it.
+class Delay {
 public:
-    // To be called by the thread itself.
+    Delay() = default;
+    ~Delay() {
+#ifdef __linux__
+        if (file_ >= 0)
+            close(file_);
+#endif
+    }
+    Delay(const Delay&) = delete;
+    Delay& operator=(const Delay&) = delete;
+
+    // To be called by the thread itself, in each process that it finds itself in.
     void start() {
 #ifdef __linux__
-        works_ = pthread_getcpuclockid(pthread_self(), &id_) == 0;
+        const int process = getpid();
+        if (process == process_)
+            return;
+        process_ = process;
+        const int before = file_;
+        file_.store(open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC), std::memory_order_release);
+        if (before >= 0)
+            close(before);
 #endif
     }
 
-    // Returns -1 where the system has no such clock.
+    // Returns -1 where the system does not tell. It takes 3 us.
     Nanoseconds read() const {
 #ifdef __linux__
-        timespec t;
-        if (works_ && clock_gettime(id_, &t) == 0)
-            return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
-#endif
+        char text[64] = {};
+        const int file = file_.load(std::memory_order_acquire);
+        if (file < 0 || pread(file, text, sizeof(text) - 1, 0) <= 0)
+            return -1;
+        const char* second = std::strchr(text, ' '); // time on a processor, time waiting for one, ...
+        return second ? std::strtoll(second, nullptr, 10) : -1;
+#else
         return -1;
+#endif
     }
 
 private:
-#ifdef __linux__
-    clockid_t id_ = {};
-    bool works_ = false;
-#endif
+    std::atomic<int> file_{-1};
+    int process_ = 0;
 };
 
-// How many threads are worth having. A stall is time in which threads of a team wait for one that has no
+// How many threads are worth having. A stall is time in which threads of a team wait for one that waits for a
 // processor. One thread less costs 1 / threads of the speed, so it is worth it when stalls take more than
 // that of the time. More are tried again after a pause, which doubles while that goes wrong.
 class Crowding {
@@ -78,16 +100,17 @@ public:
     // Whether the next job will have only one thread, unless more are to be tried again. Any thread may ask.
     bool is_alone() const { return limit_.load(std::memory_order_relaxed) == 1; }
 
-    // Takes note of a wait that ends now, in a job that has run for `elapsed`. Returns whether to go on with
-    // one thread less. A thread that leaves is lost to the rest of the job, of which nothing is known but
-    // that long ones tend to go on for long: the longer it has run, the longer the stalls must be.
-    bool note(int threads, Nanoseconds time, Nanoseconds elapsed, Nanoseconds waited, bool stalled) {
+    // Takes note of a wait that ends now, of which some time was a stall, in a job that has run for
+    // `elapsed`. Returns whether to go on with one thread less. A thread that leaves is lost to the rest of
+    // the job, of which nothing is known but that long ones tend to go on for long: the longer it has run,
+    // the longer the stalls must be.
+    bool note(int threads, Nanoseconds time, Nanoseconds elapsed, Nanoseconds waited, Nanoseconds stalled) {
         const Nanoseconds shortest = elapsed / 8 > kShortest ? elapsed / 8 : kShortest;
         if (time - since_ > 3 * shortest) {
             since_ = time - waited;
             stalled_ = 0;
         }
-        stalled_ += stalled ? waited : 0;
+        stalled_ += stalled;
         const Nanoseconds all = time - since_ > shortest ? time - since_ : shortest;
         if (threads < 2 || stalled_ * threads < all)
             return false;
@@ -114,7 +137,8 @@ enum State : uint64_t { kDone, kInvited, kJoined, kOut, kLeaving };
 
 struct alignas(64) Seat {
     std::atomic<uint64_t> mark{kDone}; // with the number of the job in the upper bits
-    ThreadClock clock;
+    Delay delay;
+    Nanoseconds delayed = -1; // at the beginning of the wait that is being watched
 
     State state() const { return static_cast<State>(mark.load(std::memory_order_acquire) & 7); }
 
@@ -149,8 +173,10 @@ public:
 
     bool has(int rank) const { return rank == 0 || seats_[at(rank)]->is_in(); }
 
-    void begin(unsigned job, int workers) {
-        caller_.start();
+    // `caller` is that of the calling thread.
+    void begin(unsigned job, int workers, Seat& caller) {
+        caller.delay.start();
+        caller_ = &caller;
         begun_ = now();
         fewer_.store(false, std::memory_order_relaxed);
         for (int rank = 1; rank <= workers; ++rank)
@@ -211,45 +237,49 @@ public:
     void crowd(int barrier) { crowded_from_.store(barrier, std::memory_order_relaxed); }
 
     // One thread at a time watches for stalls.
-    bool watch() { return !watched_.exchange(true, std::memory_order_acquire); }
-    void unwatch() { watched_.store(false, std::memory_order_release); }
-
-    struct Look {
-        Nanoseconds time = 0, used = 0;
-        int threads = 0; // 0 where the system does not tell
-    };
-
-    // The time, and the processor time that the threads of the team have used.
-    Look look(int size) const {
-        Look l;
-        l.time = now();
-        for (int rank = 0; rank < size; ++rank) {
-            if (!has(rank))
-                continue;
-            const Nanoseconds used = (rank ? seats_[at(rank)]->clock : caller_).read();
-            if (used < 0)
-                return {l.time, 0, 0};
-            l.used += used;
-            ++l.threads;
-        }
-        return l;
+    bool watch(int size) {
+        if (watched_.exchange(true, std::memory_order_acquire))
+            return false;
+        watched_from_ = now();
+        each(size, [](Seat& seat) { seat.delayed = seat.delay.read(); });
+        return true;
     }
 
-    // Takes note of a wait between two looks.
-    void note(const Look& from, const Look& to) {
-        if (!from.threads || from.threads != to.threads)
-            return;
-        const Nanoseconds waited = to.time - from.time, lacking = waited * to.threads - (to.used - from.used);
-        if (crowding_.note(to.threads, to.time, to.time - begun_, waited, lacking > waited / 2))
+    // Ends the watch. A wait for threads that were counted out is a stall as a whole.
+    void unwatch(int size, bool counted_out) {
+        const Nanoseconds time = now(), waited = time - watched_from_;
+        Nanoseconds stalled = 0;
+        int threads = 0;
+        each(size, [&](Seat& seat) {
+            const Nanoseconds delayed = seat.delay.read();
+            stalled += seat.delayed >= 0 && delayed > seat.delayed ? delayed - seat.delayed : 0;
+            ++threads;
+        });
+        stalled = counted_out || stalled > waited ? waited : stalled;
+        const bool fewer = crowding_.note(threads + counted_out, time, time - begun_, waited, stalled);
+        if (fewer && !counted_out)
             fewer_.store(true, std::memory_order_relaxed);
+        watched_.store(false, std::memory_order_release);
     }
+
+    Nanoseconds watched_for() const { return now() - watched_from_; }
 
 private:
     static size_t at(int rank) { return static_cast<size_t>(rank - 1); }
 
+    // Calls f(seat) for the threads that take part.
+    template <class F>
+    void each(int size, F f) {
+        f(*caller_);
+        for (int rank = 1; rank < size; ++rank)
+            if (has(rank))
+                f(*seats_[at(rank)]);
+    }
+
     std::vector<std::unique_ptr<Seat>> seats_;
-    ThreadClock caller_;
+    Seat* caller_ = nullptr;
     Crowding crowding_;
+    Nanoseconds watched_from_ = 0;
     Nanoseconds begun_ = 0, last_ = 0; // when the job began, and what the one before it took
     std::atomic<bool> fewer_{false}, watched_{false};
     std::atomic<int> crowded_from_{-1};

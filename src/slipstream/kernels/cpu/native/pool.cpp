@@ -19,8 +19,8 @@ constexpr int kIdleSpins = 500;
 // Within a job the other threads are working; after this many spins, yield the processor to the thread that
 // keeps them from it.
 constexpr int kMeetSpins = 4000;
-// In such a wait, how often to look whether the other threads run.
-constexpr Nanoseconds kLookEach = 200000;
+// From when on such a wait is watched.
+constexpr Nanoseconds kLong = 200000;
 // How long to wait for an announced job: several times what the interpreter needs between announcement and
 // job.
 constexpr std::chrono::microseconds kExpected(300);
@@ -46,8 +46,9 @@ int allowed_processors() {
 // Ends the work of a thread on a job in which it takes no part any more.
 struct Left {};
 
-// The seat of a worker in its own thread.
+// The seat of a worker in its own thread, and what a thread has that calls jobs.
 thread_local Seat* own_seat = nullptr;
+thread_local Seat callers_seat;
 
 struct Job {
     Body body = nullptr;
@@ -75,7 +76,7 @@ public:
         if (helpers) {
             std::lock_guard<std::mutex> lock(mutex_);
             job_ = {body, context, &team};
-            members_.begin(ticket_.load(std::memory_order_relaxed) + 1, helpers);
+            members_.begin(ticket_.load(std::memory_order_relaxed) + 1, helpers, callers_seat);
             ticket_.fetch_add(1, std::memory_order_release);
         }
         if (helpers)
@@ -118,7 +119,7 @@ private:
 
     void work(Seat* seat, int rank, unsigned seen) {
         own_seat = seat;
-        seat->clock.start();
+        seat->delay.start();
         for (unsigned heard = announced_.load();;) {
             spin(seen, kIdleSpins);
             Job job;
@@ -267,28 +268,21 @@ void Team::wait(unsigned phase) {
             return;
         pause();
     }
-    if (!members_->watch()) {
-        while (waits())
-            std::this_thread::yield();
-        return;
-    }
-    Members::Look before = members_->look(size_);
-    const Nanoseconds begun = before.time;
+    const Nanoseconds from = now();
+    bool watches = false, counted_out = false;
     while (waits()) {
         std::this_thread::yield();
-        if (const Nanoseconds time = now(); time - before.time < kLookEach)
-            continue;
-        const Members::Look after = members_->look(size_);
-        members_->note(before, after);
-        if (after.time - begun > members_->patience())
+        if (!watches)
+            watches = now() - from > kLong && members_->watch(size_);
+        else if (!counted_out && members_->watched_for() > members_->patience())
             for (int i = members_->count_out(size_); i > 0; --i) {
+                counted_out = true;
                 absent_.fetch_add(1, std::memory_order_relaxed);
                 arrive(phase);
             }
-        before = members_->look(size_);
     }
-    members_->note(before, members_->look(size_));
-    members_->unwatch();
+    if (watches)
+        members_->unwatch(size_, counted_out);
 }
 
 int team_size(int wish) {

@@ -67,12 +67,15 @@ inline bool is_tied(const float* scores, int64_t n, float last, int64_t k) {
     return as_good > k;
 }
 
-// Sets the scores of all experts outside of the best groups to kNothing; `of_group` has room for a score of
+// The score of an expert or a group that is not to be chosen. A bias may give it to some of those that are.
+constexpr float kOut = -std::numeric_limits<float>::infinity();
+
+// Sets the scores of all experts outside of the best groups to kOut; `of_group` has room for a score of
 // each group. Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2, at inference.
 inline void keep_best_groups(const Moe& moe, float* scores, float* of_group) {
     const int64_t size = moe.experts / moe.groups;
     for (int64_t g = 0; g < moe.groups; ++g) {
-        float first = kNothing, second = kNothing;
+        float first = kOut, second = kOut;
         for (int64_t j = g * size; j < (g + 1) * size; ++j) {
             if (scores[j] > first) {
                 second = first;
@@ -91,13 +94,13 @@ inline void keep_best_groups(const Moe& moe, float* scores, float* of_group) {
         last = better == moe.top_groups - 1 ? of_group[g] : last;
     }
     if (is_tied(of_group, moe.groups, last, moe.top_groups))
-        keep_top(of_group, moe.groups, moe.top_groups, kNothing);
+        keep_top(of_group, moe.groups, moe.top_groups, kOut);
     for (int64_t g = 0; g < moe.groups; ++g) {
         int64_t better = 0;
         for (int64_t i = 0; i < moe.groups; ++i)
             better += of_group[i] > of_group[g] || (of_group[i] == of_group[g] && i < g);
         for (int64_t j = g * size; better >= moe.top_groups && j < (g + 1) * size; ++j)
-            scores[j] = kNothing;
+            scores[j] = kOut;
     }
 }
 
@@ -129,7 +132,7 @@ inline void route(const Moe& moe, float* logits, float* spare, float* weights, i
     };
     choose();
     if (is_tied(ranking, n, ranking[chosen[moe.top_k - 1]], moe.top_k)) {
-        keep_top(ranking, n, moe.top_k, kNothing);
+        keep_top(ranking, n, moe.top_k, kOut);
         choose();
     }
     for (int64_t i = 0; i < moe.top_k; ++i)
