@@ -137,3 +137,84 @@ def test_a_head_that_reads_a_place_beside_the_text(side: str) -> None:
     mask[1, slice(0, 4) if side == "left" else slice(5, 9)] = 0
     with torch.no_grad():
         _near(*(one(input_ids=ids, attention_mask=mask).logits for one in (model, engine)))
+
+
+class MeanPooled(transformers.BertPreTrainedModel):
+    """A user's own head, which averages all positions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        states = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        made: torch.Tensor = self.classifier(states.mean(1))
+        return made
+
+
+def test_a_users_own_head_may_read_padding() -> None:
+    model = _spread(MeanPooled(transformers.BertConfig(vocab_size=90, **SIZES)))
+    engine = _engine(model)
+    ids, mask = torch.randint(5, 90, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 5:] = 0
+    with torch.no_grad():
+        _near(model(ids, mask), engine(ids, mask))
+
+
+@pytest.mark.parametrize("end", [2, 63])
+@pytest.mark.parametrize("kind", ["CLIP", "CLIPSeg"])
+def test_the_first_end_token_may_be_padding(kind: str, end: int) -> None:
+    text = dict(SIZES, vocab_size=64, max_position_embeddings=16, bos_token_id=62, eos_token_id=end)
+    config = getattr(transformers, f"{kind}TextConfig")(**text, pad_token_id=63)
+    model = _spread(getattr(transformers, f"{kind}TextModel")(config))
+    engine = _engine(model)
+    ids = torch.tensor([[63, 63, 63, 62, 5, 6, 7, 63], [62, 5, 6, 7, 8, 9, 10, 63]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
+    with torch.no_grad():
+        expected, got = (one(input_ids=ids, attention_mask=mask).pooler_output for one in (model, engine))
+    _near(expected, got)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen2_5OmniThinkerConfig"), reason="an older transformers")
+def test_the_tower_of_qwens_omni_is_fused() -> None:
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 100,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "hidden_size": 32,
+        "depth": 2,
+        "num_heads": 4,
+        "intermediate_size": 48,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "window_size": 8,
+        "fullatt_block_indexes": [1],
+    }
+    audio = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "num_mel_bins": 8,
+        "max_source_positions": 20,
+        "n_window": 10,
+        "output_dim": 32,
+    }
+    config = transformers.Qwen2_5OmniThinkerConfig(text_config=text, vision_config=vision, audio_config=audio)
+    model = _spread(transformers.Qwen2_5OmniThinkerForConditionalGeneration(config))
+    engine = _engine(model)
+    assert "block" in {layer.level for layer in engine.report().layers if "visual" in layer.name}
+    pixels, grid = torch.randn(32, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 8]])
+    with torch.no_grad():
+        towers = (one.model.visual(pixels, grid_thw=grid)[0] for one in (model, engine.module))
+        _near(*towers)
+        ids = torch.tensor([[5, 6, 7]])
+        _near(model(input_ids=ids).logits, engine(input_ids=ids).logits)

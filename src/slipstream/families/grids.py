@@ -14,7 +14,7 @@ from slipstream.weights.recipe import First, Stack, Take
 
 _RECIPES = {
     Role.ATTN_NORM: Take("norm1"),
-    Role.QKV: Take("attn.qkv"),
+    Role.QKV: First((Take("attn.qkv"), Stack(("attn.q", "attn.k", "attn.v")))),
     Role.ATTN_OUT: Take("attn.proj"),
     Role.MLP_NORM: Take("norm2"),
     Role.MLP_IN: First((Stack(("mlp.gate_proj", "mlp.up_proj")), Take("mlp.fc1"), Take("mlp.linear_fc1"))),

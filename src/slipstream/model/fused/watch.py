@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.model.fused import defer
 from slipstream.model.fused.chain import Encoder
@@ -71,8 +71,8 @@ class _Watched:
     Attributes:
         attention: Name of the attention function of its layers.
         settings: Values of `_SETTINGS` in its config.
-        is_read_whole: Its states at padded positions are read, too: it is part of an encoder-decoder model,
-            of a pipeline, or under a head that averages all of them.
+        is_read_whole: Its states at padded positions are read, too, or may be: it is part of an
+            encoder-decoder model, of a pipeline, of a user's module, or under a head that averages all.
     """
 
     attention: Any
@@ -148,7 +148,15 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
     if known is not None and known.is_read_whole:
         return True
     targets = (value for name, value in given.items() if name in _TARGETS or name.endswith("labels"))
-    return any(v is not None for v in targets) or not _reads_tokens(module)
+    return any(v is not None for v in targets) or not _reads_tokens(module) or _pools_an_end(module, given)
+
+
+def _pools_an_end(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a text tower pools the first end token, which may be the padding before a row's first token."""
+    if "eos_token_id" not in module.__dict__:
+        return False
+    mask = given.get("attention_mask")
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, 0].all())
 
 
 def _reads_tokens(module: nn.Module) -> bool:
@@ -207,7 +215,11 @@ def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
     enter = functools.partial(_enter, encoder)
     modules = [] if model is None else list(model.modules())
     # An encoder's config may not show that a decoder follows, and `generate` calls the encoder by itself.
-    wholes = (module for module in modules if _has_both(module) or _reads_every_position(module))
+    wholes = (
+        module
+        for module in modules
+        if _has_both(module) or _is_of_others(module) or _reads_every_position(module)
+    )
     paired = {id(part) for module in wholes for part in module.modules()}
     for module in modules:
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
@@ -236,6 +248,14 @@ def _reads_every_position(module: nn.Module) -> bool:
     summaries = (getattr(part, "summary_type", "first") for part in module.modules())
     return type(module).__name__ in _BESIDE_TEXT or any(kind != "first" for kind in summaries)
 
+
+def _is_of_others(module: nn.Module) -> bool:
+    """Whether a module's class is the user's: what it reads of the models within it is not known."""
+    return type(module).__module__.partition(".")[0] not in _KNOWN
+
+
+_KNOWN = ("transformers", "torch", "peft", "sentence_transformers", "slipstream")
+"""Packages whose modules pool by the mask, but for those that are named here."""
 
 _BESIDE_TEXT = ("VisualBertForQuestionAnswering", "VisualBertForRegionToPhraseAlignment")
 
