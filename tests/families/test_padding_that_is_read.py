@@ -109,9 +109,10 @@ def test_another_default_device() -> None:
     model = _spread(made)
     engine = _engine(model)
     with torch.no_grad():
-        with torch.device("meta"):
-            _near(model(**given)[0], engine(**given)[0])
-        _near(model(**given)[0], engine(**given)[0])
+        expected = model(**given)[0]
+        with torch.device("meta"):  # an older transformers makes its masks there, too, and fails
+            _near(expected, engine(**given)[0])
+        _near(expected, engine(**given)[0])
 
 
 @pytest.mark.parametrize("kind", ["Electra", "RoFormer"])
@@ -214,7 +215,11 @@ def test_the_tower_of_qwens_omni_is_fused() -> None:
     assert "block" in {layer.level for layer in engine.report().layers if "visual" in layer.name}
     pixels, grid = torch.randn(32, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 8]])
     with torch.no_grad():
-        towers = (one.model.visual(pixels, grid_thw=grid)[0] for one in (model, engine.module))
-        _near(*towers)
+        seen = []
+        for one in (model, engine.module):
+            tower = next(part for name, part in one.named_modules() if name.endswith("visual"))
+            made = tower(pixels, grid_thw=grid)
+            seen.append(made if isinstance(made, torch.Tensor) else made[0])
+        _near(*seen)
         ids = torch.tensor([[5, 6, 7]])
         _near(model(input_ids=ids).logits, engine(input_ids=ids).logits)
