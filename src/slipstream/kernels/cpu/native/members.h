@@ -2,8 +2,8 @@
 // processors, too. Included by pool.cpp only.
 //
 // A team waits at every barrier for its slowest thread. On a processor that another process uses, a thread is
-// away for milliseconds at a time, and a step has a hundred barriers: with one busy process beside two threads
-// on two processors, a decode step took 2 to 3 times as long, and more where more threads competed.
+// away for milliseconds at a time, and a step has a hundred barriers: with one busy process beside two
+// threads on two processors, a decode step took 2 to 3 times as long, and more where more threads competed.
 #pragma once
 
 #include <atomic>
